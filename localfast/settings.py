@@ -1,0 +1,199 @@
+"""The one table of settings: flags, LOCALFAST_* variables, config.toml, docs/settings.md, `config show` all derive from it.
+
+A value comes from, strongest first: a command line flag, an environment variable, `config.toml`, the default. The result is one
+frozen object that is passed on explicitly; it remembers where each value came from. Nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from localfast.errors import InvalidSetting
+
+
+def option(default: Any, help: str, group: str, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+    """A row of the table: its type is the field's annotation; `minimum` and `choices` are checked whatever the source."""
+    return field(default=default, metadata={"help": help, "group": group, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings of one process. Groups: server, engine, storage."""
+
+    host: str = option("127.0.0.1", "address to listen on", "server")
+    port: int = option(8000, "port to listen on; 0 takes any free one", "server", minimum=0)
+    api_key: str = option("", "key that clients must send; needed to listen on anything but this machine", "server")
+    allowed_hosts: tuple[str, ...] = option((), "more names this server is reached by (Host header)", "server")
+    allowed_origins: tuple[str, ...] = option((), "web pages that may call this server, as scheme://host:port", "server")
+    max_body_bytes: int = option(4 * 2**20, "largest request body", "server", minimum=1)
+    max_queue: int = option(64, "requests of one model that may wait for a slot", "server", minimum=0)
+    drain_s: float = option(5.0, "on Ctrl-C, seconds that running requests get to finish", "server", minimum=0)
+    heartbeat_s: float = option(10.0, "a silent stream sends a sign of life after this many seconds", "server", minimum=0.1)
+
+    quant: str = option("", "quantization to use, such as Q4_K_M; empty: the installed or recommended one", "engine")
+    gpu_layers: int = option(-1, "layers on the GPU; -1: as many as fit", "engine", minimum=-1)
+    ctx: int = option(0, "longest context of one request in tokens; 0: the plan decides", "engine", minimum=0)
+    cells: int = option(0, "size of the KV cache in tokens, all requests together; 0: the plan decides", "engine", minimum=0)
+    slots: int = option(0, "requests that generate at the same time; 0: the plan decides", "engine", minimum=0)
+    threads: int = option(0, "CPU threads; 0: one per physical core this process may use", "engine", minimum=0)
+    batch: int = option(0, "most tokens in one step; 0: 512 on a GPU, 128 on a CPU", "engine", minimum=0)
+    kv_type: str = option("f16", "type of the KV cache", "engine", choices=("f16", "bf16", "q8_0", "q4_0"))
+    draft: str = option("", "draft model for speculation (reserved: it is named in the plan and not used yet)", "engine")
+    alias: str = option("", "name that clients use for the served model", "engine")
+    max_loaded_models: int = option(2, "models kept loaded; the idle one unused for longest goes first", "engine", minimum=1)
+    load_timeout_s: float = option(300.0, "seconds a model may take to load", "engine", minimum=1)
+
+    home: str = option("", "folder for models, config and logs; empty: the platform's own folders", "storage")
+    offline: bool = option(False, "never touch the network", "storage")
+    hf_endpoint: str = option("https://huggingface.co", "Hugging Face hub, or a mirror of it", "storage")
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Where each value that is not the default came from."""
+
+    def explain(self, name: str) -> str:
+        """Where the value of `name` came from, in words."""
+        return self.sources.get(name, "default")
+
+    @property
+    def config_path(self) -> Path:
+        return self._folder("config") / "config.toml"
+
+    @property
+    def models_dir(self) -> Path:
+        return self._folder("cache") / "models"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self._folder("log") if not self.home else Path(self.home) / "logs"
+
+    def _folder(self, kind: str) -> Path:
+        if self.home:
+            return Path(self.home).expanduser()
+        folders = platformdirs.PlatformDirs("localfast", appauthor=False)
+        return Path(getattr(folders, f"user_{kind}_dir"))
+
+
+# `hf_endpoint` also answers to the name that Hugging Face's own tools use.
+FOREIGN_VARIABLES = {"hf_endpoint": "HF_ENDPOINT"}
+OPTIONS = tuple(f for f in dataclasses.fields(Settings) if f.metadata)
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"LOCALFAST_{name.upper()}"
+
+
+def flag(name: str) -> str:
+    """The command line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Merge all sources. `flags` holds only what was given on the command line (None counts as not given).
+
+    Raises InvalidSetting for a value of the wrong type or range, and for an unknown key in config.toml.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def put(name: str, value: Any, source: str) -> None:
+        values[name] = _convert(name, value, source)
+        sources[name] = source
+
+    for row in OPTIONS:
+        for key in (FOREIGN_VARIABLES.get(row.name), variable(row.name)):
+            if key and environ.get(key):
+                put(row.name, environ[key], f"environment variable {key}")
+        if row.name in given:
+            put(row.name, given[row.name], f"flag {flag(row.name)}")
+    config_path = Settings(home=values.get("home", "")).config_path
+    for name, value in _read_config(config_path).items():
+        if name not in values:
+            put(name, value, str(config_path))
+    return Settings(**values, sources=sources)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidSetting(name="config.toml", value=str(path), source="this file", reason=f"cannot be read: {error}") from None
+    known = {row.name for row in OPTIONS} - {"home"}
+    for name, value in content.items():
+        if name not in known:
+            raise InvalidSetting(name=name, value=str(value), source=str(path), reason="is not a setting that this file can hold")
+    return content
+
+
+def _convert(name: str, value: Any, source: str) -> Any:
+    """A value of the row's type, from a flag, a string of the environment or a TOML value."""
+    row = next(row for row in OPTIONS if row.name == name)
+
+    def refuse(reason: str) -> InvalidSetting:
+        return InvalidSetting(name=name, value=str(value), source=source, reason=reason)
+
+    try:
+        converted = _CONVERTERS[str(row.type)](value)
+    except (TypeError, ValueError):
+        raise refuse(f"is not {_TYPE_WORDS[str(row.type)]}") from None
+    choices, minimum = row.metadata["choices"], row.metadata["minimum"]
+    if choices and converted not in choices:
+        raise refuse(f"is none of {', '.join(choices)}")
+    if minimum is not None and converted < minimum:
+        raise refuse(f"is less than {minimum}")
+    return converted
+
+
+def _to_bool(value: Any) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() not in words:
+        raise ValueError
+    return words[str(value).lower()]
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, bool | float):
+        raise ValueError
+    return int(value)
+
+
+def _to_str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _to_strings(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    return tuple(_to_str(part) for part in value if part)
+
+
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "str": _to_str,
+    "int": _to_int,
+    "float": float,
+    "bool": _to_bool,
+    "tuple[str, ...]": _to_strings,
+}
+_TYPE_WORDS = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "tuple[str, ...]": "a list of texts",
+}
