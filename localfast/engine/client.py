@@ -1,0 +1,152 @@
+"""What the rest of the server sees of an engine: submit a request, read its events, close the stream to abort it.
+
+Server process, event loop's thread. Every request ends in exactly one Finished or Failed, whatever happens to the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from typing import Protocol
+
+from localfast import errors
+from localfast.core import FINAL_EVENTS, Event, Failed, GenerateRequest
+from localfast.engine import messages
+from localfast.engine.messages import EngineConfig, EngineFacts, EngineStats
+from localfast.engine.supervisor import EngineProcess
+
+
+class EventStream:
+    """The events of one request, as an asynchronous iterator that ends after the last word.
+
+    Whoever stops reading calls `aclose()`: it aborts the request if it has not ended. Closing twice
+    or after the end does nothing.
+    """
+
+    def __init__(self, request_id: int, engine: ProcessEngine) -> None:
+        self._request_id = request_id
+        self._engine = engine
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._ended = False
+        self._closed = False
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event; safe to cancel while it waits, nothing is lost."""
+        if self._ended or self._closed:
+            raise StopAsyncIteration
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._events.popleft()
+        self._ended = isinstance(event, FINAL_EVENTS)
+        return event
+
+    def ready(self) -> list[Event]:
+        """Events that have already arrived, without waiting: what one step sent can be written in one piece."""
+        events = list(self._events)
+        self._events.clear()
+        self._ended = self._ended or any(isinstance(event, FINAL_EVENTS) for event in events)
+        return events
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._engine.abandon(self._request_id)
+
+    def put(self, event: Event) -> None:
+        self._events.append(event)
+        self._arrived.set()
+
+
+class Engine(Protocol):
+    """One loaded model."""
+
+    facts: EngineFacts
+    stats: EngineStats
+
+    def generate(self, request: GenerateRequest) -> EventStream:
+        """Submit a request with rendered prompts. Raises QueueFull, EngineDied or ShuttingDown before anything is sent."""
+        ...
+
+    async def stop(self, grace_s: float) -> None: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def open_requests(self) -> int: ...
+
+
+class ProcessEngine:
+    """An Engine in a process of its own."""
+
+    facts: EngineFacts
+
+    def __init__(self, config: EngineConfig, max_queue: int) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self._max_open = config.slots + max_queue
+        self._process = EngineProcess(config, self._on_step, self._on_death)
+        self._streams: dict[int, EventStream] = {}
+        self._abandoned: set[int] = set()
+        self._numbers = itertools.count(1)
+        self._refuse: errors.EngineError | None = None
+
+    async def start(self, timeout_s: float) -> None:
+        """Load the model. Raises LoadFailed or EngineMissing."""
+        self.facts = await self._process.start(timeout_s)
+
+    def generate(self, request: GenerateRequest) -> EventStream:
+        if self._refuse is not None:
+            raise self._refuse
+        if self.open_requests >= self._max_open:
+            raise errors.QueueFull(waiting=self.open_requests - self.config.slots)
+        request_id = next(self._numbers)
+        stream = self._streams[request_id] = EventStream(request_id, self)
+        self._process.send(messages.Submit(request_id, request))
+        return stream
+
+    def abandon(self, request_id: int) -> None:
+        """The reader of a request is gone; it stays counted until the engine confirms that its slot is free."""
+        if self._streams.pop(request_id, None) is not None:
+            self._abandoned.add(request_id)
+            self._process.send(messages.Cancel(request_id))
+
+    async def stop(self, grace_s: float) -> None:
+        self._refuse = self._refuse or errors.ShuttingDown()
+        await self._process.stop(grace_s)
+
+    @property
+    def alive(self) -> bool:
+        return self._refuse is None
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._streams) + len(self._abandoned)
+
+    def _on_step(self, step: messages.Step) -> None:
+        if step.stats is not None:
+            self.stats = step.stats
+        for request_id, event in step.events():
+            self._deliver(request_id, event)
+
+    def _deliver(self, request_id: int, event: Event) -> None:
+        final = isinstance(event, FINAL_EVENTS)
+        if final:
+            self._abandoned.discard(request_id)
+        stream = self._streams.pop(request_id, None) if final else self._streams.get(request_id)
+        if stream is not None:
+            stream.put(event)
+
+    def _on_death(self, reason: str) -> None:
+        died = errors.EngineDied(model=self.config.model, reason=reason)
+        error = self._refuse = self._refuse or died
+        self.stats = EngineStats()
+        self._abandoned.clear()
+        for request_id in list(self._streams):
+            self._deliver(request_id, Failed(error))
