@@ -1,0 +1,139 @@
+"""Fakes that record what they were asked, and that notice what the real part would choke on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from localfast.core import Accepted, Event, Finished, GenerateRequest, SequenceFinished, TextDelta, Timings, Usage
+from localfast.engine.client import EventStream
+from localfast.engine.messages import EngineConfig, EngineFacts, EngineStats
+from localfast.engine.scheduler import Batch, Copy, Truncate
+
+FACTS = EngineFacts(
+    pid=4711,
+    description="fake 1B Q4_K_M",
+    parameters=1_000_000,
+    size_bytes=2_000_000,
+    vocabulary=1000,
+    train_context_tokens=4096,
+    context_tokens=2048,
+    cells=4096,
+    slots=4,
+    layers=5,
+    gpu_layers=0,
+    load_s=0.1,
+)
+USAGE = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3)
+TIMINGS = Timings(queue_s=0.001, prefill_s=0.02, decode_s=0.04)
+
+
+def answer(*texts: str, n: int = 1, reason: str = "stop") -> list[Event]:
+    """The events of a request that went well; every choice says the same."""
+    deltas = [TextDelta(index, text, 1) for text in texts for index in range(n)]
+    ends = [SequenceFinished(index, reason) for index in range(n)]  # type: ignore[arg-type]
+    return [Accepted(5), *deltas, *ends, Finished(USAGE, TIMINGS)]
+
+
+class FakeEngine:
+    """An Engine that answers from a script. `submitted` and `abandoned` record; `push` goes on with a stream by hand."""
+
+    def __init__(self, script: Callable[[GenerateRequest], Iterable[Event]] | None = None) -> None:
+        self.facts = FACTS
+        self.stats = EngineStats()
+        self.submitted: list[GenerateRequest] = []
+        self.streams: dict[int, EventStream] = {}
+        self.abandoned: list[int] = []
+        self.abandoned_one = asyncio.Event()
+        self.submitted_one = asyncio.Event()
+        self.stopped = False
+        self.alive = True
+        self.refuse: Exception | None = None
+        self._script = script or (lambda request: answer("Hello", " world", n=request.n * max(1, len(request.prompts))))
+
+    def generate(self, request: GenerateRequest) -> EventStream:
+        if self.refuse is not None:
+            raise self.refuse
+        self.submitted.append(request)
+        number = len(self.submitted)
+        stream = self.streams[number] = EventStream(number, self)  # type: ignore[arg-type]
+        for event in self._script(request):
+            stream.put(event)
+        self.submitted_one.set()
+        return stream
+
+    def abandon(self, request_id: int) -> None:
+        """Called at every close, as by the real client, which knows which requests are still open."""
+        self.abandoned.append(request_id)
+        self.abandoned_one.set()
+
+    async def stop(self, grace_s: float) -> None:
+        self.stopped = True
+        self.alive = False
+
+    @property
+    def open_requests(self) -> int:
+        return len(self.submitted) - len(self.abandoned)
+
+
+class FakeStart:
+    """Starts FakeEngines for a ModelManager; `gate`, while set, holds every start up."""
+
+    def __init__(self, script: Callable[[GenerateRequest], Iterable[Event]] | None = None) -> None:
+        self.configs: list[EngineConfig] = []
+        self.engines: list[FakeEngine] = []
+        self.gate: asyncio.Event | None = None
+        self.fail: Exception | None = None
+        self._script = script
+
+    async def __call__(self, config: EngineConfig, settings: object) -> FakeEngine:
+        self.configs.append(config)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.fail is not None:
+            raise self.fail
+        engine = FakeEngine(self._script)
+        engine.facts = dataclasses.replace(FACTS, context_tokens=config.context_tokens, slots=config.slots)
+        self.engines.append(engine)
+        return engine
+
+
+class FakeLlama:
+    """A KV cache that remembers the tokens of every slot and refuses what the real one would compute wrongly.
+
+    With a `window` it forgets, as a sliding window does: all but the last `window` tokens of a slot.
+    """
+
+    def __init__(self, slots: int, cells: int, window: int = 0) -> None:
+        self.slots: list[list[tuple[int, object]]] = [[] for _ in range(slots)]
+        self.oldest = [0] * slots
+        self.cells = cells
+        self.window = window
+        self.calls: list[int] = []
+
+    def edit(self, edits: Sequence[Truncate | Copy]) -> None:
+        for edit in edits:
+            match edit:
+                case Truncate(slot, length):
+                    assert length == 0 or self.oldest[slot] <= max(0, length - self.window), "cut where the past is gone"
+                    del self.slots[slot][length:]
+                    self.oldest[slot] = self.oldest[slot] if length else 0
+                case Copy(source, target, length):
+                    assert self.oldest[source] <= max(0, length - self.window), "shared where the past is gone"
+                    assert len(self.slots[source]) >= length
+                    self.slots[target] = self.slots[source][:length]
+                    self.oldest[target] = self.oldest[source]
+
+    def decode(self, batch: Batch) -> bool:
+        """Cells are shared where they were copied: the same object stands for the same cell."""
+        for chunk in batch.chunks:
+            assert len(self.slots[chunk.slot]) == chunk.start, "positions must follow on what the slot holds"
+            self.slots[chunk.slot] += [(token, object()) for token in chunk.tokens]
+            held = [token for token, _ in self.slots[chunk.slot]]
+            assert held == chunk.sequence.tokens[: len(held)], "the slot must hold the sequence's own beginning"
+            if self.window:
+                self.oldest[chunk.slot] = max(0, len(held) - self.window)
+        assert len({id(cell) for slot in self.slots for _, cell in slot}) <= self.cells, "more cells than there are"
+        self.calls.append(batch.token_count)
+        return True
