@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from localfast.engine.messages import SPARE_OUTPUT_ROWS
 from localfast.models.gguf import LayerFacts, ModelFacts
 
 MIB = 2**20
@@ -20,8 +21,6 @@ RAM = -1
 CELL_STEP = 256
 """llama.cpp rounds the cache up to this many cells."""
 KV_TYPE_BYTES = {"f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-SPARE_OUTPUT_ROWS = 16
-"""Rows of logits beyond one per slot that the engine reserves."""
 PROCESS_BYTES = 300 * MIB
 """Python, the tokenizer and the native library in the server and engine processes."""
 _WEIGHT_SLACK = 1.005

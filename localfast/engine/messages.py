@@ -13,6 +13,9 @@ import msgspec
 from localfast import errors
 from localfast.core import Accepted, Event, Failed, Finished, GenerateRequest, SequenceFinished, TextDelta
 
+SPARE_OUTPUT_ROWS = 16
+"""Rows of logits that one step may yield beyond one per slot; scoring an echoed prompt uses them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

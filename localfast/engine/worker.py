@@ -24,9 +24,6 @@ from localfast.engine.llama import Context, Model, NativeLog
 from localfast.engine.messages import EngineConfig, EngineFacts, EngineStats
 from localfast.engine.scheduler import Batch, Chunk, Scheduler, Sequence
 
-# Rows of logits one step may yield beyond one per slot; scoring an echoed prompt uses them.
-SPARE_OUTPUTS = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
@@ -277,7 +274,7 @@ def serve(connection: Connection, config: EngineConfig) -> None:
         cells=min(context.cells, config.cells),
         context_tokens=config.context_tokens,
         batch_tokens=config.batch_tokens,
-        max_outputs=config.slots + SPARE_OUTPUTS,
+        max_outputs=config.slots + messages.SPARE_OUTPUT_ROWS,
         window=model.window,
     )
     loop = StepLoop(model, context, scheduler, sender.outbox.put)
@@ -295,7 +292,7 @@ def _load(config: EngineConfig) -> tuple[Model, Context, EngineFacts]:
     started_s = time.monotonic()
     log = NativeLog()
     model = Model(config, log)
-    context = Context(model, config, config.slots + SPARE_OUTPUTS)
+    context = Context(model, config, config.slots + messages.SPARE_OUTPUT_ROWS)
     context.warm_up()
     facts = EngineFacts(
         pid=os.getpid(),
