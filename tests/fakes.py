@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from localfast.core import Accepted, Event, Finished, GenerateRequest, SequenceFinished, TextDelta, Timings, Usage
@@ -45,8 +46,8 @@ class FakeEngine:
         self.submitted: list[GenerateRequest] = []
         self.streams: dict[int, EventStream] = {}
         self.abandoned: list[int] = []
-        self.abandoned_one = asyncio.Event()
-        self.submitted_one = asyncio.Event()
+        self.abandoned_one = threading.Event()  # set in the server's thread, awaited in the test's
+        self.submitted_one = threading.Event()
         self.stopped = False
         self.alive = True
         self.refuse: Exception | None = None

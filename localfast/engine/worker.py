@@ -134,9 +134,10 @@ class StepLoop:
 
     def run(self, inbox: SimpleQueue[Work]) -> None:
         while not self._stopping:
+            calls = self._decode_calls
             events = self._drain(inbox)
             events += self._step()
-            if events:
+            if events or self._decode_calls > calls:  # a step without events still tells how far a prompt is
                 self._put_step(messages.Step.of(events, self.stats))
         self._put_step(messages.Step.of(self._fail_all(errors.ShuttingDown()), self.stats))
 

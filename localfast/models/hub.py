@@ -219,11 +219,16 @@ def _look_at_repository(name: ModelName, entry: CatalogEntry | None, settings: S
     )
 
 
-def _warnings(entry: CatalogEntry | None, gated: bool, licence: str, files: Sequence[RemoteFile]) -> Iterator[str]:
+def licence_warnings(entry: CatalogEntry | None, licence: str, gated: bool = False) -> Iterator[str]:
+    """What a user must know before using the model at all."""
     if gated or (entry and entry.gated):
         yield "gated: it can be fetched only with the token of an account that accepted its terms (HF_TOKEN)"
     if (entry and not entry.commercial) or re.search(r"\bnc\b|non-?commercial|research", licence, re.IGNORECASE):
         yield f"the licence ({licence or 'see the model page'}) does not allow commercial use"
+
+
+def _warnings(entry: CatalogEntry | None, gated: bool, licence: str, files: Sequence[RemoteFile]) -> Iterator[str]:
+    yield from licence_warnings(entry, licence, gated)
     if unchecked := [file.name for file in files if not file.sha256]:
         yield f"its source gives no hash for {', '.join(unchecked)}: only the size can be checked"
 

@@ -16,7 +16,15 @@ import pytest
 from localfast.core import Accepted, Event, Failed, Finished, GenerateRequest, Sampling, SequenceFinished, TextDelta
 from localfast.engine.client import EventStream, ProcessEngine
 from localfast.engine.messages import EngineConfig
-from localfast.errors import ContextLengthExceeded, EngineDied, InvalidRequest, LoadFailed, LocalfastError, QueueFull, ShuttingDown
+from localfast.errors import (
+    ContextLengthExceeded,
+    EngineDied,
+    InvalidRequest,
+    LoadFailed,
+    LocalfastError,
+    QueueFull,
+    ShuttingDown,
+)
 
 pytestmark = pytest.mark.model
 GREEDY = Sampling(temperature=0)
