@@ -10,6 +10,9 @@ import numpy as np
 from localfast.core import Sampling, TokenLogprob
 from localfast.engine.llama import Context, FloatRow, Model, bindings
 
+# The native sampler allocates its whole window at once.
+MAX_PENALTY_TOKENS = 65536
+
 
 class Sampler:
     """Chooses the next token of one sequence and remembers what penalties and randomness need.
@@ -42,18 +45,14 @@ class Sampler:
     def _add_penalties(self, model: Model, sampling: Sampling, prompt: Sequence[int]) -> None:
         """`repeat_penalty` looks at prompt and answer, as in llama.cpp; the OpenAI pair looks at the answer only."""
         if sampling.repeat_penalty != 1.0 and sampling.repeat_last_n != 0:
-            last = len(prompt) + 65536 if sampling.repeat_last_n < 0 else sampling.repeat_last_n
+            last = sampling.repeat_last_n if 0 < sampling.repeat_last_n < MAX_PENALTY_TOKENS else MAX_PENALTY_TOKENS
             repeat = bindings.llama_sampler_init_penalties(model.vocabulary, last, sampling.repeat_penalty, 0.0, 0.0)
             for token in prompt[-last:]:
                 bindings.llama_sampler_accept(repeat, token)
             self._add(repeat)
         if sampling.frequency_penalty or sampling.presence_penalty:
-            window = 65536
-            self._add(
-                bindings.llama_sampler_init_penalties(
-                    model.vocabulary, window, 1.0, sampling.frequency_penalty, sampling.presence_penalty
-                )
-            )
+            pair = (sampling.frequency_penalty, sampling.presence_penalty)
+            self._add(bindings.llama_sampler_init_penalties(model.vocabulary, MAX_PENALTY_TOKENS, 1.0, *pair))
 
     def sample(self, context: Context, row: int) -> int:
         """The next token, from the logits of `row`."""

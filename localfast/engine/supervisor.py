@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from queue import SimpleQueue
+
+import msgspec
 
 from localfast import errors
 from localfast.engine import entry, messages
 from localfast.engine.messages import EngineConfig, EngineFacts
+
+log = logging.getLogger("localfast")
 
 
 class EngineProcess:
@@ -37,7 +43,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=entry.main, args=(theirs,), name="localfast-engine", daemon=True)
-        await asyncio.to_thread(self._process.start)
+        await asyncio.to_thread(_start_deaf, self._process)
         self.pid = self._process.pid
         theirs.close()  # so that our end reads EOF when the process is gone
         for target in (self._read, self._write):
@@ -83,6 +89,9 @@ class EngineProcess:
                 self._in_loop(self._take, frame)
         except (EOFError, OSError):
             pass
+        except msgspec.MsgspecError:
+            log.exception("the engine of %s sent what nobody understands", self._config.model)
+            self._process.kill()
         self._process.join()
         self._outbox.put(None)
         self._in_loop(self._bury, self._process.exitcode or 0)
@@ -109,11 +118,20 @@ class EngineProcess:
         self._process.close()
         reason = exit_words(exit_code)
         evidence = log_tail(self._config.log_path)
+        if exit_code == 0 and self._config.log_path:
+            Path(self._config.log_path).unlink(missing_ok=True)  # it is evidence only of what went wrong
         if not self._ready.done():
             what = f"{reason}: {evidence}" if evidence else reason
             self._ready.set_exception(errors.LoadFailed(model=self._config.model, reason=what))
         self._gone.set()
         self._on_death(reason)
+
+
+def _start_deaf(process: SpawnProcess) -> None:
+    """Start it with Ctrl-C blocked, until it ignores that itself. The child inherits this thread's mask."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    process.start()
 
 
 def exit_words(exit_code: int) -> str:

@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -263,8 +264,7 @@ def serve(connection: Connection, config: EngineConfig) -> None:
     """Load, answer Ready or Broken, and step until Stop."""
     _redirect_output(config.log_path)
     sender = Sender(connection)
-    sending = threading.Thread(target=sender.run, name="sender", daemon=True)
-    sending.start()
+    sending = _start_thread("sender", sender.run)
     try:
         model, context, facts = _load(config)
     except errors.LocalfastError as error:
@@ -281,7 +281,7 @@ def serve(connection: Connection, config: EngineConfig) -> None:
     loop = StepLoop(model, context, scheduler, sender.outbox.put)
     intake = Intake(connection, model, config, lambda events: sender.outbox.put(messages.Step.of(events)))
     sender.outbox.put(messages.Ready(facts))
-    threading.Thread(target=intake.run, name="intake", daemon=True).start()
+    _start_thread("intake", intake.run)
     loop.run(intake.inbox)
     context.close()
     model.close()
@@ -311,6 +311,21 @@ def _load(config: EngineConfig) -> tuple[Model, Context, EngineFacts]:
         buffers=tuple(log.buffers),
     )
     return model, context, facts
+
+
+def _start_thread(name: str, run: Callable[[], None]) -> threading.Thread:
+    """A thread that fails takes the process with it: the server then learns of it, instead of waiting for ever."""
+
+    def run_or_die() -> None:
+        try:
+            run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    thread = threading.Thread(target=run_or_die, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _redirect_output(log_path: str) -> None:

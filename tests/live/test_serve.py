@@ -193,7 +193,8 @@ def test_serve_interrupted_lets_requests_finish_and_leaves_no_process(served: Se
         children = served.engine_children()
         assert served.interrupt() in (0, 1, 0xC000013A, -2)
         assert job.result()[-1]["choices"][0]["finish_reason"] == "length"
-    assert children and not any(map(alive, children))
+    assert children
+    wait_for(lambda: not any(map(alive, children)), "the end of the engine")
 
 
 def test_serve_interrupted_ends_long_requests_after_the_drain_time(starter_path: Path) -> None:
