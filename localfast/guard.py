@@ -80,7 +80,8 @@ def _brings_key(headers: Headers, key: bytes) -> bool:
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     offered = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("api-key", "")]
     # All of them are compared, in constant time, so that the time taken says nothing.
-    matches = [hmac.compare_digest(value.strip().encode(), key) for value in offered]
+    # Latin-1 gives back the bytes that were sent, which are UTF-8 for a key beyond ASCII.
+    matches = [hmac.compare_digest(value.strip(" \t").encode("latin-1"), key) for value in offered]
     return any(matches)
 
 

@@ -7,6 +7,7 @@ frozen object that is passed on explicitly; it remembers where each value came f
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -72,7 +73,7 @@ class Settings:
 
     @property
     def logs_dir(self) -> Path:
-        return self._folder("log") if not self.home else Path(self.home) / "logs"
+        return self._folder("log") / "logs" if self.home else self._folder("log")
 
     def _folder(self, kind: str) -> Path:
         if self.home:
@@ -125,7 +126,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -171,6 +172,12 @@ def _to_int(value: Any) -> int:
     return int(value)
 
 
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
+
+
 def _to_str(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError
@@ -180,13 +187,15 @@ def _to_str(value: Any) -> str:
 def _to_strings(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list | tuple):
+        raise ValueError
     return tuple(_to_str(part) for part in value if part)
 
 
 _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "str": _to_str,
     "int": _to_int,
-    "float": float,
+    "float": _to_float,
     "bool": _to_bool,
     "tuple[str, ...]": _to_strings,
 }

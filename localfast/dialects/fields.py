@@ -59,7 +59,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.refuse(name, f"must be a whole number, not {_kind(value)}")
         if not minimum <= value <= maximum:
-            raise self.refuse(name, f"must be between {minimum} and {maximum}, not {value}")
+            raise self.refuse(name, f"must be between {minimum} and {maximum}, not {_shortened(value)}")
         return value
 
     def number(self, name: str, default: float, minimum: float, maximum: float) -> float:
@@ -69,7 +69,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refuse(name, f"must be a number, not {_kind(value)}")
         if not minimum <= value <= maximum:
-            raise self.refuse(name, f"must be between {minimum:g} and {maximum:g}, not {value:g}")
+            raise self.refuse(name, f"must be between {minimum:g} and {maximum:g}, not {_shortened(value)}")
         return float(value)
 
     def texts(self, name: str, maximum: int) -> tuple[str, ...]:
@@ -141,10 +141,16 @@ def _read_logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
         return ()
     pairs = []
     for token in bias.names:
-        if not token.isdecimal() or int(token) > MAX_NUMBER:
-            raise bias.refuse(token, "must have a token id as its key")
+        if not token.isdecimal() or len(token) > len(str(MAX_NUMBER)) or int(token) > MAX_NUMBER:
+            raise bias.refuse(token[:40], "must have a token id as its key")
         pairs.append((int(token), bias.number(token, 0, -100, 100)))
     return tuple(pairs)
+
+
+def _shortened(value: float) -> str:
+    """A number as the client wrote it; JSON's may have thousands of digits, which no float holds."""
+    digits = str(value)
+    return digits if len(digits) <= 24 else f"{digits[:21]}..."
 
 
 def _kind(value: Any) -> str:

@@ -107,8 +107,8 @@ class ProcessEngine:
         if self.open_requests >= self._max_open:
             raise errors.QueueFull(waiting=self.open_requests - self.config.slots)
         request_id = next(self._numbers)
+        self._process.send(messages.Submit(request_id, request))  # first: a request that cannot be sent is not open
         stream = self._streams[request_id] = EventStream(request_id, self)
-        self._process.send(messages.Submit(request_id, request))
         return stream
 
     def abandon(self, request_id: int) -> None:
