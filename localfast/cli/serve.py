@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import ipaddress
 import logging
@@ -64,9 +65,13 @@ def take_port(settings: Settings) -> socket.socket:
         listener.listen(256)
     except (OSError, OverflowError) as error:
         listener.close()
-        if owner := port_owner(settings.host, settings.port):
-            raise PortTaken(host=settings.host, port=settings.port, owner=owner) from None
-        name, value = ("port", str(settings.port)) if "ort" in str(error) else ("host", settings.host)
+        code = error.errno if isinstance(error, OSError) else None
+        # Windows says "access denied" when the other server does not share its port.
+        owner = port_owner(settings.host, settings.port) if code in (errno.EADDRINUSE, errno.EACCES) else None
+        if owner or code == errno.EADDRINUSE:
+            raise PortTaken(host=settings.host, port=settings.port, owner=owner or "another process") from None
+        wrong_port = code in (None, errno.EACCES)  # out of range, or reserved for the system
+        name, value = ("port", str(settings.port)) if wrong_port else ("host", settings.host)
         reason = f"cannot be listened on: {error}"
         raise InvalidSetting(name=name, value=value, source=settings.explain(name), reason=reason) from None
     return listener

@@ -21,6 +21,10 @@ import psutil
 import pytest
 from live_server import wait_for
 
+from localfast.cli.serve import take_port
+from localfast.errors import InvalidSetting
+from localfast.settings import load_settings
+
 pytestmark = [pytest.mark.live, pytest.mark.model]
 WINDOWS = sys.platform == "win32"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Write a long story about a fox."}]}
@@ -239,6 +243,20 @@ def test_serve_without_the_engine_says_the_next_command_and_exits_4() -> None:
 def test_serve_for_others_without_a_key_is_refused_with_exit_2(starter_path: Path) -> None:
     ended = run_serve(str(starter_path), "--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 2 and "LOCALFAST_API_KEY" in ended.stderr
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--host", "192.0.2.1"), ("--host", "no.such.host.invalid"), ("--port", "99999")])
+def test_serve_address_that_cannot_be_had_names_the_flag_and_exits_2(flag: str, value: str) -> None:
+    ended = run_serve("--api-key", "secret", flag, value)
+    assert ended.returncode == 2 and f"from flag {flag}: '{value}' cannot be listened on" in ended.stderr
+    assert "secret" not in ended.stderr
+
+
+def test_take_port_blames_nobody_for_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localfast.cli.serve.port_owner", lambda *_: "somebody over there (pid 1)")
+    with pytest.raises(InvalidSetting) as caught:
+        take_port(load_settings({"host": "192.0.2.1", "port": 8000}))
+    assert caught.value.name == "host"
 
 
 @pytest.mark.parametrize(
