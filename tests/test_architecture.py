@@ -55,7 +55,7 @@ engine.entry           : errors engine.messages engine.worker
 engine.supervisor      : errors engine.messages engine.entry
 engine.client          : core errors engine.messages engine.supervisor
 
-dialects               : core errors
+dialects               : core
 dialects.fields        : core errors
 dialects.openai_answers : core errors dialects
 dialects.openai        : core errors dialects dialects.fields dialects.openai_answers

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import msgspec
 
 from localfast.core import Event, GenerateRequest
-from localfast.errors import LocalfastError
 
 json_bytes = msgspec.json.Encoder().encode
 
@@ -50,14 +49,6 @@ class Call(Protocol):
     def fold(self, head: Head, events: Sequence[Event]) -> dict[str, Any]:
         """The whole answer; `events` ends in Finished."""
         ...
-
-
-class Dialect(Protocol):
-    """A module that speaks one protocol; `parse` raises InvalidRequest with the field's name."""
-
-    def parse(self, body: Any) -> Call: ...
-
-    def error(self, error: LocalfastError) -> dict[str, Any]: ...
 
 
 def sse(content: Any) -> bytes:
