@@ -28,7 +28,8 @@
     ├─ InternalError                 500  a fault of ours
     ├─ InvalidSetting                     exit code 2
     ├─ PortTaken                          exit code 3
-    └─ ServerUnreachable                  the command line found no running server
+    ├─ ServerUnreachable                  the command line found no running server
+    └─ MeasurementFailed                  a server under measurement did not answer as it should
 
 Each class carries facts as fields, a stable `code`, an HTTP `status` and the `exit_code` of the command line; `str(error)` is
 one sentence and `hint` says what to do next. Only dialects and the command line render them. `to_wire` and `from_wire` carry an
@@ -80,9 +81,6 @@ def to_wire(error: LocalfastError) -> tuple[str, dict[str, Any]]:
 def from_wire(code: str, facts: dict[str, Any]) -> LocalfastError:
     """Rebuild an error of the engine process; lists stand where it had tuples."""
     return LocalfastError._by_code[code](**facts)
-
-
-# --- requests -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -192,9 +190,6 @@ class UnsupportedMediaType(LocalfastError):
     next_step = "send the header 'Content-Type: application/json'"
 
 
-# --- models -------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class ModelNotFound(LocalfastError):
     """No model of this name is installed or in the catalog."""
@@ -265,9 +260,6 @@ class NoSpace(DownloadFailed):
     code = "no_space"
     status = 507
     next_step = "remove a model with 'localfast rm', or move the cache with LOCALFAST_HOME"
-
-
-# --- engine -------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -346,9 +338,6 @@ class InternalError(LocalfastError):
     next_step = "the server's log says why"
 
 
-# --- command line -------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class InvalidSetting(LocalfastError):
     """A setting has a value it cannot have; `source` says where it was set."""
@@ -387,3 +376,14 @@ class ServerUnreachable(LocalfastError):
     code = "server_unreachable"
     sentence = "no localfast server answers at {url}"
     next_step = "start one: localfast serve"
+
+
+@dataclass(eq=False)
+class MeasurementFailed(LocalfastError):
+    """A server under measurement answered with an error, or with nothing."""
+
+    url: str
+    reason: str
+    code = "measurement_failed"
+    sentence = "the server at {url} failed: {reason}"
+    next_step = "its own log says more; a slower work can be left out with --only"

@@ -74,7 +74,7 @@ cli.*                  : core errors settings hardware plan doctor guard app ben
 __main__               : cli
 """
 # Rows for what is still to be built: they need no module yet.
-PLANNED = {"bench"}
+PLANNED: set[str] = set()
 
 # Where `engine.llama` and so the native library may be: nobody else imports these, so the server stays clear of it.
 CHILD = ("engine.llama", "engine.sampling", "engine.generation", "engine.worker", "engine.devices")

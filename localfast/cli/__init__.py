@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "plan",
     "config": "config",
     "doctor": "doctor",
+    "bench": "bench",
 }
 
 
