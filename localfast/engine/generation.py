@@ -96,8 +96,9 @@ class Stream:
 class Generation:
     """One request: its streams by sequence, and when what happened (seconds of a monotonic clock)."""
 
-    def __init__(self, request_id: int, streams: list[Stream], submitted_s: float) -> None:
+    def __init__(self, request_id: int, streams: list[Stream], choices: int, submitted_s: float) -> None:
         self.request_id = request_id
+        self._choices = choices
         self.streams = {stream.sequence: stream for stream in streams}
         self.completion_tokens = 0
         self._open = len(streams)
@@ -120,15 +121,14 @@ class Generation:
         return self._open == 0
 
     def finished(self, now_s: float) -> Finished:
-        sequences = list(self.streams)
-        prompts = {id(sequence.leader or sequence): sequence for sequence in sequences}.values()
+        prompts = [sequence for sequence in self.streams if sequence.index % self._choices == 0]  # choices share theirs
         admitted_s = self._admitted_s or now_s
         first_s = self._first_token_s or now_s
         return Finished(
             Usage(
                 prompt_tokens=sum(sequence.prompt_tokens for sequence in prompts),
                 completion_tokens=self.completion_tokens,
-                cached_tokens=sum(sequence.cached for sequence in sequences if sequence.leader is None),
+                cached_tokens=sum(sequence.cached for sequence in prompts),
             ),
             Timings(
                 queue_s=admitted_s - self._submitted_s,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from localfast.core import FinishReason
@@ -26,8 +26,8 @@ class Sequence:
     """Most tokens this sequence may have, prompt included."""
     score_prompt: bool = False
     """Logits are wanted for every prompt token, not only the last; cleared by whoever got them."""
-    leader: Sequence | None = None
-    """A sequence with the same prompt; this one waits until the leader's prompt is computed, then shares it."""
+    awaited: tuple[Sequence | None, int] | None = None
+    """The running sequence whose first so many tokens this one will share; decided once, so that nobody waits again and again."""
     slot: int | None = None
     computed: int = 0
     cached: int = 0
@@ -94,6 +94,8 @@ class Slot:
     sequence: Sequence | None = None
     held: list[int] = field(default_factory=list)
     last_used: int = 0
+    seated: int = 0
+    """The step in which its sequence came in; what the engine says of the slot's past is older."""
 
     @property
     def cells(self) -> int:
@@ -230,79 +232,95 @@ class Scheduler:
         self._pending.append(Truncate(slot.id, 0))
 
     def _admit(self, oldest: Mapping[int, int]) -> None:
-        """First come, first served: the head of the queue waits for cells, and nobody overtakes it."""
-        blocked: list[Sequence] = []
-        while self.waiting:
+        """First come, first served: the head of the queue waits for cells, and nobody overtakes it. One that waits for a running
+        prompt to compute what both begin with lets the others pass."""
+        passed_over: list[Sequence] = []
+        while self.waiting and any(slot.sequence is None for slot in self.slots):
             sequence = self.waiting.popleft()
-            if sequence.leader and self._is_open(sequence.leader) and not sequence.leader.prompt_computed:
-                blocked.append(sequence)  # shares its leader's prompt in a moment
-                continue
-            if not self._place(sequence, oldest):
-                blocked.append(sequence)
+            if self._waits(sequence):
+                passed_over.append(sequence)
+            elif not self._place(sequence, oldest):
+                passed_over.append(sequence)
                 break
-        self.waiting.extendleft(reversed(blocked))
+        self.waiting.extendleft(reversed(passed_over))
 
-    def _is_open(self, sequence: Sequence) -> bool:
-        return sequence in self.running or sequence in self.waiting
+    def _waits(self, sequence: Sequence) -> bool:
+        if sequence.awaited is None:
+            sequence.awaited = self._worth_waiting_for(sequence)
+        source, length = sequence.awaited
+        return source is not None and source.slot is not None and source.computed < length
+
+    def _worth_waiting_for(self, sequence: Sequence) -> tuple[Sequence | None, int]:
+        """The running prompt with the longest beginning in common, if sharing it is no later than computing beside it.
+
+        Beside it, both go at half speed: twice the own tokens. Waiting takes as long as the other needs to get there, in whole
+        chunks, and then the rest of the own prompt.
+        """
+        if sequence.score_prompt or self.window == 1:  # a recurrent state is that of the last token only
+            return None, 0
+        tokens = sequence.tokens[:-1]
+        known = [slot.held for slot in self.slots if not slot.sequence] + [s.tokens[: s.computed] for s in self.running]
+        here = max(common_prefix(held, tokens) for held in known)
+        prompts = [other for other in self.running if not other.prompt_computed]
+        shared = [(common_prefix(other.tokens, tokens), other) for other in prompts]
+        length, source = max(shared, key=lambda found: found[0], default=(0, None))
+        if source is None or length <= here:
+            return None, 0
+        chunks = math.ceil((length - source.computed) / self.batch_tokens)
+        delay = min(chunks * self.batch_tokens, source.behind) + len(sequence.tokens) - length
+        return (source, length) if delay <= 2 * (len(sequence.tokens) - here) else (None, 0)
 
     def _place(self, sequence: Sequence, oldest: Mapping[int, int]) -> bool:
         idle = [slot for slot in self.slots if slot.sequence is None]
-        if not idle:
-            return False
         # At least the last token is computed again: its logits are needed. Scored prompts need all of theirs.
-        reusable = 0 if sequence.score_prompt else len(sequence.tokens) - 1
-        best, length = self._best_prefix(idle, sequence.tokens[:reusable], oldest)
-        source = self._shareable_leader(sequence, oldest)
-        if source is not None and length < sequence.prompt_tokens - 1:
-            best = min(idle, key=lambda slot: (len(slot.held) > 0, slot.last_used))
-            length = sequence.prompt_tokens - 1
-        else:
-            source = None
+        tokens = sequence.tokens[: 0 if sequence.score_prompt else -1]
+        source, length = self._best_prefix(tokens, oldest)
+        # An idle slot that holds the beginning is gone on with; a running one's is shared into an empty or the oldest slot.
+        slot = source if source in idle and length else min(idle, key=lambda slot: (bool(slot.held), slot.last_used))
         # One spare cell per running sequence: otherwise the newcomer would be thrown out in the very next step.
-        needed = len(sequence.tokens) + len(self.running) + 1 if self.running else len(sequence.tokens)
-        others = [slot for slot in idle if slot is not best and slot.held]
-        free = self.cells - self.used_cells + len(best.held)
-        if needed > free + sum(slot.cells for slot in others):
+        needed = len(sequence.tokens) + (len(self.running) + 1 if self.running else 0)
+        if not self._free(needed, [other for other in idle if other is not slot and other.held], slot):
             return False
-        for slot in sorted(others, key=lambda slot: slot.last_used):
+        if slot is not source and length:
+            self._pending.append(Copy(source.id, slot.id, length))
+        elif length < len(slot.held):
+            self._pending.append(Truncate(slot.id, length))
+        self._seat(sequence, slot, length)
+        return True
+
+    def _free(self, needed: int, others: list[Slot], slot: Slot) -> bool:
+        """See to it that `slot` can grow to `needed` cells, at the cost of idle prefixes, oldest first. False: it cannot."""
+        free = self.cells - self.used_cells + len(slot.held)
+        if needed > free + sum(other.cells for other in others):
+            return False
+        for other in sorted(others, key=lambda other: other.last_used):
             if needed <= free:
                 break
-            free += len(slot.held)
-            self._forget(slot)
-        if source is not None:
-            self._pending.append(Copy(source, best.id, length))
-        elif length < len(best.held):
-            self._pending.append(Truncate(best.id, length))
-        self._seat(sequence, best, length)
+            free += len(other.held)
+            self._forget(other)
         return True
 
     def _seat(self, sequence: Sequence, slot: Slot, length: int) -> None:
         slot.held = []
         slot.sequence = sequence
+        slot.seated = self._tick
         sequence.slot = slot.id
         sequence.computed = length
         if len(sequence.tokens) == sequence.prompt_tokens:  # not when it comes back after giving way
             sequence.cached = length
         self.running.append(sequence)
 
-    def _best_prefix(self, idle: Iterable[Slot], tokens: list[int], oldest: Mapping[int, int]) -> tuple[Slot, int]:
-        """The idle slot that already holds the longest beginning of `tokens`; without any, an empty or the oldest one."""
+    def _best_prefix(self, tokens: list[int], oldest: Mapping[int, int]) -> tuple[Slot, int]:
+        """The slot, idle or running, whose cells hold the longest usable beginning of `tokens`, and its length."""
 
         def usable(slot: Slot) -> int:
-            length = common_prefix(slot.held, tokens)
+            if slot.sequence and slot.seated == self._tick:
+                return 0
+            held = slot.sequence.tokens[: slot.sequence.computed] if slot.sequence else slot.held
+            length = common_prefix(held, tokens)
             return length if oldest.get(slot.id, 0) <= max(0, length - self.window) else 0
 
-        return max(
-            ((slot, usable(slot)) for slot in idle),
-            key=lambda found: (found[1], not found[0].held, -found[0].last_used),
-        )
-
-    def _shareable_leader(self, sequence: Sequence, oldest: Mapping[int, int]) -> int | None:
-        leader = sequence.leader
-        if leader is None or leader.slot is None or not leader.prompt_computed or sequence.score_prompt:
-            return None
-        safe = oldest.get(leader.slot, 0) <= max(0, sequence.prompt_tokens - 1 - self.window)
-        return leader.slot if safe else None
+        return max(((slot, usable(slot)) for slot in self.slots), key=lambda found: (found[1], found[0].sequence is None))
 
     def _chunk(self, sequence: Sequence, count: int, outputs: int) -> Chunk:
         assert sequence.slot is not None

@@ -164,7 +164,6 @@ class StepLoop:
         streams = []
         seed = random.getrandbits(31) if request.sampling.seed is None else request.sampling.seed
         for number, prompt in enumerate(work.prompts):
-            leader: Sequence | None = None
             for choice in range(request.n):
                 sequence = Sequence(
                     request_id=work.request_id,
@@ -173,12 +172,10 @@ class StepLoop:
                     prompt_tokens=len(prompt),
                     limit=self._scheduler.limit(len(prompt), request.max_tokens),
                     score_prompt=request.echo and request.logprobs is not None,
-                    leader=leader,
                 )
-                leader = leader or sequence
                 streams.append(Stream(self._model, request, sequence, (seed + choice) & 0xFFFFFFFF))
                 self._scheduler.add(sequence)
-        self._generations[work.request_id] = Generation(work.request_id, streams, work.received_s)
+        self._generations[work.request_id] = Generation(work.request_id, streams, request.n, work.received_s)
 
     def _cancel(self, request_id: int) -> Outgoing:
         generation = self._generations.pop(request_id, None)

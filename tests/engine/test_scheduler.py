@@ -135,12 +135,55 @@ def test_scheduler_windowed_prefix_is_reused_only_while_its_past_is_there() -> N
 
 def test_scheduler_choices_of_one_prompt_compute_it_once() -> None:
     bench = Bench()
-    leader = bench.add(list(range(50)), generate=4, request=1)
-    others = [bench.add(list(range(50)), generate=4, request=1, leader=leader) for _ in range(2)]
+    bench.add(list(range(50)), generate=4, request=1)
+    others = [bench.add(list(range(50)), generate=4, request=1) for _ in range(2)]
     bench.run()
     assert sum(bench.llama.calls) < 50 + 3 * 6
     assert [other.cached for other in others] == [49, 49]
     assert any(isinstance(edit, Copy) for batch in bench.batches for edit in batch.edits)
+
+
+def test_scheduler_prompts_with_a_common_beginning_compute_it_once_while_it_runs() -> None:
+    bench = Bench(slots=4, cells=400, context=100)
+    common = list(range(60))
+    sequences = [bench.add([*common, 100 + number, 7], generate=4) for number in range(4)]
+    bench.run()
+    assert [sequence.cached for sequence in sequences] == [0, 60, 60, 60]
+    assert sum(bench.llama.calls) == 62 + 3 * 2 + 4 * 3
+    late = bench.add([*common, 9], generate=60)
+    bench.run(until=lambda: late.prompt_computed)
+    guest = bench.add([*late.tokens[:50], 8])
+    bench.step()
+    assert guest.cached == 50, "what a running sequence holds is shared, not only what an idle slot does"
+    bench.run()
+
+
+def test_scheduler_short_prompt_does_not_wait_for_a_long_one_with_the_same_first_words() -> None:
+    bench = Bench(batch=16, context=100)
+    long = bench.add(list(range(90)))
+    bench.add([*range(4), 200, 201])
+    first = bench.step()
+    assert len(first.chunks) == 2, "four tokens saved are not worth a step of sixteen"
+    bench.run()
+    assert long in bench.finished
+
+
+def test_scheduler_prompt_whose_source_is_cancelled_goes_on_with_what_there_is() -> None:
+    bench = Bench()
+    bench.add(list(range(80)), request=1)
+    heir = bench.add([*range(78), 500], request=2)
+    bench.step()
+    assert heir.slot is None
+    bench.scheduler.cancel(1)
+    bench.run()
+    assert heir in bench.finished and heir.cached == 16
+
+
+def test_scheduler_windowed_prompts_share_only_while_the_past_is_there() -> None:
+    bench = Bench(slots=3, cells=400, window=30)
+    sequences = [bench.add([*range(60), 100 + number], generate=3) for number in range(3)]
+    bench.run()
+    assert len(bench.finished) == 3 and all(sequence.cached in (0, 60) for sequence in sequences)
 
 
 def test_scheduler_scored_prompt_yields_logits_for_every_token() -> None:
@@ -249,10 +292,8 @@ def test_scheduler_any_load_every_sequence_ends_with_its_own_tokens(
     bench = Bench(slots=slots, cells=cells, context=72, window=window)
     alive = []
     for number, (prompt, generate, choices, scored) in enumerate(requests, 1):
-        leader: Sequence | None = None
         for _ in range(choices):
-            sequence = bench.add(prompt, generate, request=number, leader=leader, score_prompt=scored)
-            leader = leader or sequence
+            sequence = bench.add(prompt, generate, request=number, score_prompt=scored)
             if number not in cancels:
                 alive.append(sequence)
         for _ in range(pause):

@@ -158,6 +158,20 @@ def test_engine_prefix_of_an_earlier_request_is_not_computed_again(config: Engin
     with_engine(config, test)
 
 
+def test_engine_requests_at_once_compute_a_common_beginning_once(config: EngineConfig) -> None:
+    async def test(engine: ProcessEngine) -> None:
+        common = "The quick brown fox jumps over the lazy dog. " * 30
+        prompts = [common + question for question in ("The capital of France is", "1, 2, 3, 4,", "The capital of Italy is")]
+        answers = await asyncio.gather(*(events_of(engine, ask(prompt, 8, ignore_eos=True)) for prompt in prompts))
+        usages = [finished(events).usage for events in answers]
+        assert [usage.cached_tokens > 290 for usage in usages] == [False, True, True]
+        assert engine.stats.batched_tokens < usages[0].prompt_tokens + 100
+        alone = [await text_of(engine, ask(prompt, 8, ignore_eos=True)) for prompt in prompts]
+        assert [joined(events)[:8] for events in answers] == [text[:8] for text in alone]
+
+    with_engine(config, test)
+
+
 @pytest.mark.parametrize("text", ["🦊🚀 emoji 👩‍👩‍👧 stay whole", "中文字符不会被切开", "naïve façade — “quotes”"])
 def test_engine_characters_split_over_tokens_arrive_whole(config: EngineConfig, text: str) -> None:
     async def test(engine: ProcessEngine) -> None:
