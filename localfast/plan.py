@@ -34,6 +34,7 @@ class Wishes:
     threads: int = 0
     batch: int = 0
     kv_type: str = "f16"
+    draft: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +318,8 @@ def _warnings(
         warnings.append(f"gpu_layers={wishes.gpu_layers} has no effect: {_without_gpu(machine.hardware)}")
     if facts.train_context and choice.context_tokens > facts.train_context:
         warnings.append(f"a context of {choice.context_tokens} is longer than the {facts.train_context} tokens of the training")
+    if wishes.draft:
+        warnings.append(f"draft model '{wishes.draft}' is not used yet")
     if wishes.ctx > choice.context_tokens:
         warnings.append(
             f"ctx={wishes.ctx} does not fit in cells={wishes.cells}: a request may use {choice.context_tokens} tokens"

@@ -31,22 +31,21 @@ def command(settings: Settings, model: str, as_json: bool) -> None:
     if installed is None:
         raise _not_here(model, settings)
     plan = make_plan(detect(), read_facts(installed.path), wishes(settings))
-    notes = [f"draft model '{settings.draft}' is not used yet"] if settings.draft else []
     if as_json:
-        render.print_json({"model": str(installed), "path": str(installed.path), **plan_entry(plan, notes)})
+        render.print_json({"model": str(installed), "path": str(installed.path), **plan_entry(plan)})
         return
     render.say(str(installed), "bold")
-    for sentence in (*plan.sentences(), *(f"warning: {note}" for note in notes)):
+    for sentence in plan.sentences():
         render.say(sentence, "yellow" if sentence.startswith("warning: ") else None)
 
 
-def plan_entry(plan: Plan, notes: list[str]) -> dict[str, Any]:
+def plan_entry(plan: Plan) -> dict[str, Any]:
     """A plan for programs: its numbers, and the memory of each device part by part."""
     entry = asdict(plan)
     for device, memory in zip(entry["memory"], plan.memory, strict=True):
         device["parts"] = [{"label": label, "size_bytes": size_bytes} for label, size_bytes in memory.parts]
         device |= {"needed_bytes": memory.needed_bytes, "usable_bytes": memory.usable_bytes, "fits": memory.fits}
-    return entry | {"warnings": [*plan.warnings, *notes], "fits": plan.fits}
+    return entry | {"fits": plan.fits}
 
 
 def _not_here(model: str, settings: Settings) -> Exception:

@@ -82,7 +82,6 @@ class Chat:
 
     def __init__(self, settings: Settings, installed: InstalledModel, manner: Manner) -> None:
         self._installed = installed
-        self._settings = settings
         self._manner = manner
         self._manager = ModelManager(settings, installed)
         self._runner = asyncio.Runner()
@@ -100,8 +99,6 @@ class Chat:
         self.title = f"{model.installed}: {model.plan.summary}; {model.engine.facts.context_tokens} tokens of context"
         for warning in model.plan.warnings:
             render.say(f"warning: {warning}", "yellow", stderr=True)
-        if self._settings.draft:
-            render.say(f"warning: draft model '{self._settings.draft}' is not used yet", "yellow", stderr=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

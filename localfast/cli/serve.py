@@ -9,6 +9,7 @@ import importlib.util
 import ipaddress
 import logging
 import socket
+from dataclasses import replace
 
 import click
 import uvicorn
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from localfast.app import create_app
 from localfast.cli.options import with_settings
+from localfast.cli.ps import server_url
 from localfast.cli.pull import STARTER, installed_or_pulled
 from localfast.doctor import port_owner
 from localfast.errors import EngineMissing, InvalidSetting, LocalfastError, PortTaken
@@ -91,16 +93,16 @@ async def serve(settings: Settings, listener: socket.socket, pinned: InstalledMo
     """Serve until a signal. Raises the error of a pinned model that does not load."""
     manager = ModelManager(settings, pinned)
     server = Server(create_app(settings, manager), manager, settings)
-    url = f"http://{_authority(settings.host, listener.getsockname()[1])}"
+    url = server_url(replace(settings, port=listener.getsockname()[1]))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     failure: LocalfastError | None = None
     if pinned is None:
-        print_catalog(settings, manager, await asyncio.to_thread(detect), url)
+        print_catalog(manager, await asyncio.to_thread(detect), url)
     else:
         console.print(f"loading {pinned} ({pinned.path}); {url}/health answers already")
         try:
             async with manager.lease("") as model:
-                print_model(settings, model, url)
+                print_model(model, url)
         except LocalfastError as error:
             failure = error
             server.should_exit = True
@@ -139,7 +141,7 @@ class Server(uvicorn.Server):
         await self._manager.close(FORCED_END_S)
 
 
-def print_model(settings: Settings, model: LoadedModel, url: str) -> None:
+def print_model(model: LoadedModel, url: str) -> None:
     facts, plan = model.engine.facts, model.plan
     print_hardware(model.hardware)
     console.print(
@@ -151,12 +153,10 @@ def print_model(settings: Settings, model: LoadedModel, url: str) -> None:
     )
     for warning in plan.warnings:
         console.print(f"[yellow]warning[/]  {warning}")
-    if settings.draft:
-        console.print(f"[yellow]warning[/]  draft model '{settings.draft}' is not used yet")
     _print_ready(model.name, url)
 
 
-def print_catalog(settings: Settings, manager: ModelManager, hardware: Hardware, url: str) -> None:
+def print_catalog(manager: ModelManager, hardware: Hardware, url: str) -> None:
     print_hardware(hardware)
     served = manager.served()
     for name, model in served:
@@ -182,10 +182,3 @@ def _print_ready(name: str, url: str) -> None:
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
     console.print(f"[bold green]ready[/]    {url}   (OpenAI clients: {url}/v1)   Ctrl-C stops\n")
     console.print(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", markup=False)
-
-
-def _authority(host: str, port: int) -> str:
-    """How a person on this machine reaches the server."""
-    if host in ("0.0.0.0", "::"):
-        host = "localhost"
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

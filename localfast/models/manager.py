@@ -236,6 +236,7 @@ def wishes(settings: Settings) -> Wishes:
         threads=settings.threads,
         batch=settings.batch,
         kv_type=settings.kv_type,
+        draft=settings.draft,
     )
 
 

@@ -195,7 +195,7 @@ def test_serve_interrupted_lets_requests_finish_and_leaves_no_process(served: Se
         job = pool.submit(lambda: list(served.stream(max_tokens=40, ignore_eos=True)))
         wait_for(lambda: served.model["running"], "the stream")
         children = served.engine_children()
-        assert served.interrupt() in (0, 1, 0xC000013A, -2)
+        assert served.interrupt() == 0 or WINDOWS
         assert job.result()[-1]["choices"][0]["finish_reason"] == "length"
     assert children
     wait_for(lambda: not any(map(alive, children)), "the end of the engine")
