@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -53,6 +55,15 @@ class Admin:
         return JSONResponse(
             {"models": [_process_entry(model) for model in self._manager.loaded()], "loading": self._manager.loading}
         )
+
+    async def cache(self, request: Request) -> Response:
+        """GET /v1/localfast/cache: what each loaded model keeps of prompts: slots of the KV cache, RAM, disk."""
+        models = self._manager.loaded()
+        reports = await asyncio.gather(*(model.engine.describe_cache() for model in models))
+        entries = [{"name": model.name} | msgspec.to_builtins(report) for model, report in zip(models, reports, strict=True)]
+        for entry in entries:
+            del entry["type"], entry["number"]
+        return JSONResponse({"models": entries})
 
     def _model_entry(self, name: str, model: InstalledModel, loaded: LoadedModel | None) -> dict[str, Any]:
         entry: dict[str, Any] = {"id": name, "object": "model", "created": self._started_at, "owned_by": "localfast"}

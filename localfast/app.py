@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from localfast.admin import Admin
+from localfast.classes import classify
 from localfast.dialects import Call, openai, simple
 from localfast.errors import BodyTooLarge, InternalError, InvalidRequest, LocalfastError, MethodNotAllowed, RouteNotFound
 from localfast.guard import LOCAL_ORIGINS, KeyCheck, OriginCheck
@@ -48,6 +50,8 @@ def create_app(settings: Settings, manager: ModelManager) -> Starlette:
             observer = metrics.observe(path)
             try:
                 call = parse(await read_json(request, settings.max_body_bytes))
+                address = request.client.host if request.client else ""
+                call = replace(call, request=classify(call.request, request.headers, address))  # type: ignore[type-var]
             except LocalfastError as error:
                 observer.close(error.code)
                 raise
@@ -64,6 +68,7 @@ def create_app(settings: Settings, manager: ModelManager) -> Starlette:
             Route("/v1/models", admin.models),
             Route("/v1/models/{name:path}", admin.model),
             Route("/v1/localfast/models", admin.processes),
+            Route("/v1/localfast/cache", admin.cache),
             Route("/health", admin.health),
             Route("/ready", admin.ready),
             Route("/metrics", admin.metrics),

@@ -14,6 +14,11 @@ from localfast.errors import LocalfastError
 FinishReason = Literal["stop", "length"]
 RequestClass = Literal["interactive", "fim", "chat", "batch"]
 
+CacheMissReason = Literal["new", "longer", "differs", "forgotten", "window", "scored"]
+"""new: nothing cached begins like it. longer: all that was cached was used. differs: the nearest cached prompt goes on otherwise.
+forgotten: it was cached and had to give way. window: the cache cannot be cut there (sliding window, recurrent). scored: the log
+probabilities of the prompt were asked for, so all of it is computed."""
+
 Prompt = str | tuple[int, ...]
 """Text to tokenize, or token ids of the model's own vocabulary."""
 
@@ -64,6 +69,13 @@ class GenerateRequest:
     """Repeat the prompt's text (and, with `logprobs`, its log probabilities) before the generated text."""
     ignore_eos: bool = False
     request_class: RequestClass = "chat"
+    """Whose turn it is when there is not room for all."""
+    replaces: str = ""
+    """A request of class fim ends the older one of the same name, wherever that is; empty: it ends nobody."""
+    prompt_time_s: float | None = None
+    """Most seconds from arrival to the first token; then the answer ends empty, with `length`."""
+    generate_time_s: float | None = None
+    """Most seconds of generating after the first token; then the answer ends at the next line's end, with `length`."""
     ignored: tuple[str, ...] = ()
     """Parameters the client sent that have no effect here; they are named in the answer, never dropped silently."""
 
@@ -81,11 +93,27 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts over all sequences of a request; `cached_tokens` of the prompt were not computed again."""
+    """Token counts over all sequences of a request; `cached_tokens` of the prompt were not computed again.
+
+    `drafted_tokens` were guessed ahead by speculation, `accepted_tokens` of them were what the model itself chose.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMiss:
+    """Why not all of a prompt (but its last token) was in the cache: from `position` on it was computed."""
+
+    reason: CacheMissReason
+    position: int
+    cached_text: str = ""
+    """For `differs`: the token that the nearest cached prompt has at `position`, and what this prompt has there."""
+    prompt_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +157,7 @@ class Finished:
 
     usage: Usage
     timings: Timings
+    cache_miss: CacheMiss | None = None
 
 
 @dataclass(frozen=True, slots=True)

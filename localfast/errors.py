@@ -24,6 +24,7 @@
     │  ├─ EngineDied                 503  the engine process ended in the middle of work
     │  ├─ QueueFull                  503  with Retry-After
     │  ├─ Cancelled                  499  the client went away
+    │  ├─ Superseded                 409  a newer completion of the same file took its place
     │  └─ ShuttingDown               503
     ├─ InternalError                 500  a fault of ours
     ├─ InvalidSetting                     exit code 2
@@ -307,9 +308,10 @@ class QueueFull(EngineError):
     """More requests are waiting than the server promises to serve."""
 
     waiting: int = 0
+    request_class: str = "chat"
     code = "queue_full"
     retry_after_s = 2
-    sentence = "the queue is full: {waiting} requests are waiting"
+    sentence = "the queue is full: {waiting} requests of class {request_class} are waiting"
 
 
 @dataclass(eq=False)
@@ -319,6 +321,15 @@ class Cancelled(EngineError):
     code = "cancelled"
     status = 499
     sentence = "the request was cancelled"
+
+
+@dataclass(eq=False)
+class Superseded(EngineError):
+    """The same client asked for a newer completion of the same file; this one is of no use any more."""
+
+    code = "superseded"
+    status = 409
+    sentence = "a newer request of the same client and file took the place of this one"
 
 
 @dataclass(eq=False)

@@ -120,7 +120,12 @@ class _EngineCollector:
         ("decode_calls", "Batches computed", "decode_calls"),
         ("batched_tokens", "Tokens computed in batches", "batched_tokens"),
         ("generated_tokens", "Tokens sampled", "generated_tokens"),
-        ("preemptions", "Sequences that gave way and were computed again", "preemptions"),
+        ("drafted_tokens", "Tokens guessed ahead by speculation", "drafted_tokens"),
+        ("accepted_tokens", "Guessed tokens that the model chose itself", "accepted_tokens"),
+        ("parked", "Sequences that gave their cells to others and went on later", "parked"),
+        ("restored", "States brought back from RAM or disk instead of being computed again", "restored"),
+        ("decode_seconds", "Time inside llama_decode", "decode_s"),
+        ("step_seconds", "Time of all steps that computed something", "step_s"),
     )
 
     def __init__(self, engines: EngineStatsSource) -> None:

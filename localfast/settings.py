@@ -35,7 +35,7 @@ class Settings:
     allowed_hosts: tuple[str, ...] = option((), "more names this server is reached by (Host header)", "server")
     allowed_origins: tuple[str, ...] = option((), "web pages that may call this server, as scheme://host:port", "server")
     max_body_bytes: int = option(4 * 2**20, "largest request body", "server", minimum=1)
-    max_queue: int = option(64, "requests of one model that may wait for a slot", "server", minimum=0)
+    max_queue: int = option(64, "requests of one model and class that may wait for a slot", "server", minimum=0)
     drain_s: float = option(5.0, "on Ctrl-C, seconds that running requests get to finish", "server", minimum=0)
     heartbeat_s: float = option(10.0, "a silent stream sends a sign of life after this many seconds", "server", minimum=0.1)
 
@@ -47,11 +47,19 @@ class Settings:
     threads: int = option(0, "CPU threads; 0: one per physical core this process may use", "engine", minimum=0)
     batch: int = option(0, "most tokens in one step; 0: 512 on a GPU, 128 on a CPU", "engine", minimum=0)
     kv_type: str = option("f16", "type of the KV cache", "engine", choices=("f16", "bf16", "q8_0", "q4_0"))
+    max_stall_ms: int = option(250, "longest that a running stream waits for other requests' prompts", "engine", minimum=1)
+    speculation: bool = option(True, "guess ahead where a text repeats itself; the answer stays the same", "engine")
     draft: str = option("", "draft model for speculation (reserved: it is named in the plan and not used yet)", "engine")
     alias: str = option("", "name that clients use for the served model", "engine")
     max_loaded_models: int = option(2, "models kept loaded; the idle one unused for longest goes first", "engine", minimum=1)
     load_timeout_s: float = option(300.0, "seconds a model may take to load", "engine", minimum=1)
 
+    cache_ram_mib: int = option(
+        1024, "RAM for conversations that had to leave the KV cache, per model; 0: none", "storage", minimum=0
+    )
+    cache_disk_mib: int = option(
+        4096, "disk for conversations that outlive the engine, readable by you only; 0: none is written", "storage", minimum=0
+    )
     home: str = option("", "folder for models, config and logs; empty: the platform's own folders", "storage")
     offline: bool = option(False, "never touch the network", "storage")
     hf_endpoint: str = option("https://huggingface.co", "Hugging Face hub, or a mirror of it", "storage")
@@ -70,6 +78,10 @@ class Settings:
     @property
     def models_dir(self) -> Path:
         return self._folder("cache") / "models"
+
+    @property
+    def states_dir(self) -> Path:
+        return self._folder("cache") / "states"
 
     @property
     def logs_dir(self) -> Path:

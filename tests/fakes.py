@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from localfast.core import Accepted, Event, Finished, GenerateRequest, SequenceFinished, TextDelta, Timings, Usage
 from localfast.engine.client import EventStream
-from localfast.engine.messages import EngineConfig, EngineFacts, EngineStats
-from localfast.engine.scheduler import Batch, Copy, Truncate
+from localfast.engine.messages import CacheReport, EngineConfig, EngineFacts, EngineStats, LevelReport, SlotReport
+from localfast.engine.scheduler import Scheduler
+from localfast.engine.sequence import Batch, Copy, Edit, Park, Restore, Save, Truncate
+from localfast.engine.states import Saved
 
 FACTS = EngineFacts(
     pid=4711,
@@ -69,6 +72,9 @@ class FakeEngine:
         self.abandoned.append(request_id)
         self.abandoned_one.set()
 
+    async def describe_cache(self) -> CacheReport:
+        return CacheReport(1, 4096, 40, [SlotReport(0, 40, False)], LevelReport(1, 100, 1000), LevelReport(2, 200, 2000), 0)
+
     async def stop(self, grace_s: float) -> None:
         self.stopped = True
         self.alive = False
@@ -103,7 +109,8 @@ class FakeStart:
 class FakeLlama:
     """A KV cache that remembers the tokens of every slot and refuses what the real one would compute wrongly.
 
-    With a `window` it forgets, as a sliding window does: all but the last `window` tokens of a slot.
+    With a `window` it forgets, as a sliding window does: all but the last `window` tokens of a slot. Cells are shared where they
+    were copied: the same object stands for the same cell.
     """
 
     def __init__(self, slots: int, cells: int, window: int = 0) -> None:
@@ -112,29 +119,66 @@ class FakeLlama:
         self.cells = cells
         self.window = window
         self.calls: list[int] = []
+        self.break_states = False
+        """While set, no saved state can be restored."""
 
-    def edit(self, edits: Sequence[Truncate | Copy]) -> None:
+    def edit(self, edits: Sequence[Edit], scheduler: Scheduler) -> None:
         for edit in edits:
-            match edit:
-                case Truncate(slot, length):
-                    assert length == 0 or self.oldest[slot] <= max(0, length - self.window), "cut where the past is gone"
-                    del self.slots[slot][length:]
-                    self.oldest[slot] = self.oldest[slot] if length else 0
-                case Copy(source, target, length):
-                    assert self.oldest[source] <= max(0, length - self.window), "shared where the past is gone"
-                    assert len(self.slots[source]) >= length
-                    self.slots[target] = self.slots[source][:length]
-                    self.oldest[target] = self.oldest[source]
+            self._edit(edit, scheduler)
+            assert self.used <= self.cells, "more cells than there are"
+
+    def _edit(self, edit: Edit, scheduler: Scheduler) -> None:
+        states = scheduler.placement.states
+        match edit:
+            case Truncate(slot, length):
+                # Guessed tokens may be taken back: what they pushed out of a window is not missed before the next token.
+                assert length == 0 or self.oldest[slot] <= max(0, length - self.window), "cut where the past is gone"
+                del self.slots[slot][length:]
+                self.oldest[slot] = self.oldest[slot] if length else 0
+            case Copy(source, target, length):
+                assert not self.slots[target], "shared into a slot that is not empty"
+                assert self.oldest[source] <= max(0, length - self.window), "shared where the past is gone"
+                assert len(self.slots[source]) >= length
+                self.slots[target] = self.slots[source][:length]
+                self.oldest[target] = self.oldest[source]
+            case Save(slot, tokens):
+                for lost in states.put(self._state(slot, tokens)):
+                    scheduler.placement.forget(lost.tokens)
+            case Park(slot, sequence, tokens):
+                states.park(sequence, self._state(slot, tokens))
+            case Restore(slot, sequence, saved, length):
+                assert not self.slots[slot], "restored into a slot that is not empty"
+                if self.break_states:
+                    scheduler.lost(sequence)
+                    return
+                oldest, *tokens = array("i", saved.state)
+                assert tuple(tokens) == tuple(saved.tokens), "the state of other tokens"
+                assert length == len(tokens) or not self.window, "a saved state cut where the past is gone"
+                self.slots[slot] = [(token, object()) for token in tokens[:length]]
+                self.oldest[slot] = oldest
+
+    def _state(self, slot: int, tokens: Sequence[int]) -> Saved:
+        held = [token for token, _ in self.slots[slot]]
+        assert held == list(tokens), "the state would be saved under the wrong name"
+        return Saved(tuple(tokens), array("i", [self.oldest[slot], *held]).tobytes())
+
+    @property
+    def used(self) -> int:
+        return len({id(cell) for slot in self.slots for _, cell in slot})
 
     def decode(self, batch: Batch) -> bool:
-        """Cells are shared where they were copied: the same object stands for the same cell."""
         for chunk in batch.chunks:
             assert len(self.slots[chunk.slot]) == chunk.start, "positions must follow on what the slot holds"
+            assert len(chunk.tokens) == chunk.count
             self.slots[chunk.slot] += [(token, object()) for token in chunk.tokens]
             held = [token for token, _ in self.slots[chunk.slot]]
-            assert held == chunk.sequence.tokens[: len(held)], "the slot must hold the sequence's own beginning"
+            assert held == (chunk.sequence.tokens + chunk.sequence.draft)[: len(held)], (
+                "the slot must hold the sequence's own tokens"
+            )
             if self.window:
-                self.oldest[chunk.slot] = max(0, len(held) - self.window)
-        assert len({id(cell) for slot in self.slots for _, cell in slot}) <= self.cells, "more cells than there are"
+                self.oldest[chunk.slot] = max(
+                    self.oldest[chunk.slot], chunk.start + (chunk.count if self.window == 1 else 1) - self.window
+                )
+        assert self.used <= self.cells, "more cells than there are"
         self.calls.append(batch.token_count)
         return True

@@ -17,7 +17,7 @@ from localfast.models.manager import ModelManager
 from localfast.settings import Settings
 
 STATS = EngineStats(
-    decode_calls=10, batched_tokens=20, generated_tokens=30, preemptions=1, running=2, waiting=3, used_cells=400
+    decode_calls=10, batched_tokens=20, generated_tokens=30, parked=1, running=2, waiting=3, used_cells=400
 )  # fmt: skip
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -102,7 +102,7 @@ def test_page_shows_engines_and_version_at_the_time_of_the_scrape() -> None:
     assert page["localfast_kv_cache_used_cells", labels] == 400
     assert page["localfast_decode_calls_total", labels] == 10
     assert page["localfast_generated_tokens_total", labels] == 30
-    assert page["localfast_preemptions_total", labels] == 1
+    assert page["localfast_parked_total", labels] == 1
     engines.clear()
     assert not [name for name, labels in scrape(target.page()) if labels == (("model", "tiny"),)]
 

@@ -126,6 +126,12 @@ def read_max_tokens(fields: Fields, *names: str, default: int = -1) -> int | Non
     return None if value == -1 else value
 
 
+def read_time_limit(fields: Fields, name: str) -> float | None:
+    """One of llama.cpp's limits in milliseconds, as seconds; -1 means none."""
+    limit_ms = fields.integer(name, -1, -1)
+    return None if limit_ms is None or limit_ms == -1 else limit_ms / 1000
+
+
 def read_stop(fields: Fields) -> tuple[str, ...]:
     return fields.texts("stop", MAX_STOPS)
 

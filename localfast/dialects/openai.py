@@ -11,7 +11,7 @@ from typing import Any
 
 from localfast.core import Event, GenerateRequest, Message, Prompt
 from localfast.dialects import Encoder, Head
-from localfast.dialects.fields import MAX_NUMBER, Fields, read_max_tokens, read_sampling, read_stop
+from localfast.dialects.fields import MAX_NUMBER, Fields, read_max_tokens, read_sampling, read_stop, read_time_limit
 from localfast.dialects.openai_answers import ChatEncoder, CompletionEncoder, error, fold_chat, fold_completion
 from localfast.errors import UnsupportedParameter
 
@@ -62,6 +62,8 @@ def parse_chat(body: Any) -> ChatCall:
         max_tokens=read_max_tokens(fields, "max_completion_tokens", "max_tokens", "n_predict"),
         sampling=read_sampling(fields),
         stop=read_stop(fields),
+        prompt_time_s=read_time_limit(fields, "t_max_prompt_ms"),
+        generate_time_s=read_time_limit(fields, "t_max_predict_ms"),
         n=fields.integer("n", 1, 1, MAX_CHOICES) or 1,
         logprobs=logprobs,
         ignore_eos=fields.flag("ignore_eos"),
@@ -86,6 +88,8 @@ def parse_completion(body: Any) -> CompletionCall:
         max_tokens=read_max_tokens(fields, "max_tokens", "max_completion_tokens", "n_predict", default=16),
         sampling=read_sampling(fields),
         stop=read_stop(fields),
+        prompt_time_s=read_time_limit(fields, "t_max_prompt_ms"),
+        generate_time_s=read_time_limit(fields, "t_max_predict_ms"),
         n=n,
         logprobs=fields.integer("logprobs", None, 0, 20),
         echo=fields.flag("echo"),

@@ -47,8 +47,8 @@ class _SseEncoder:
                 return self._chunk([{"index": index, **self._delta(event), "finish_reason": None}])
             case SequenceFinished(index, reason):
                 return self._chunk([{"index": index, **self._delta(None), "finish_reason": reason}])
-            case Finished(usage, timings):
-                last = [self._chunk([], usage=_usage(usage), timings=_timings(usage, timings))] if self._include_usage else []
+            case Finished():
+                last = [self._chunk([], **_counts(event))] if self._include_usage else []
                 return b"".join([*last, b"data: [DONE]\n\n"])
             case Failed(failure):
                 return sse(error(failure))
@@ -158,8 +158,7 @@ def _whole(head: Head, prefix: str, kind: str, choices: list[dict[str, Any]], ev
         "created": head.created,
         "model": head.model,
         "choices": choices,
-        "usage": _usage(finished.usage),
-        "timings": _timings(finished.usage, finished.timings),
+        **_counts(finished),
     }
 
 
@@ -167,12 +166,33 @@ def _warnings(request: GenerateRequest) -> dict[str, Any]:
     return {"warnings": [f"ignored parameter '{name}'" for name in request.ignored]} if request.ignored else {}
 
 
+def _counts(finished: Finished) -> dict[str, Any]:
+    usage = finished.usage
+    return {"usage": _usage(usage), "timings": _timings(usage, finished.timings), **cache_miss(finished)}
+
+
+def cache_miss(finished: Finished) -> dict[str, Any]:
+    """Why the prompt was not in the cache as far as it could have been; nothing when it was."""
+    miss = finished.cache_miss
+    if miss is None:
+        return {}
+    entry: dict[str, Any] = {"reason": miss.reason, "position": miss.position}
+    if miss.reason == "differs":
+        entry |= {"cached_text": miss.cached_text, "prompt_text": miss.prompt_text}
+    return {"cache_miss": entry}
+
+
 def _usage(usage: Usage) -> dict[str, Any]:
+    drafted = {
+        "accepted_prediction_tokens": usage.accepted_tokens,
+        "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
+    }
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **({"completion_tokens_details": drafted} if usage.drafted_tokens else {}),
     }
 
 
@@ -188,6 +208,7 @@ def _timings(usage: Usage, timings: Timings) -> dict[str, Any]:
         "predicted_ms": round(timings.decode_s * 1000, 3),
         "predicted_per_second": round(usage.completion_tokens / timings.decode_s, 3) if timings.decode_s > 0 else 0,
         "queue_ms": round(timings.queue_s * 1000, 3),
+        **({"draft_n": usage.drafted_tokens, "draft_n_accepted": usage.accepted_tokens} if usage.drafted_tokens else {}),
     }
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localfast.core import Accepted, Event, Failed, Finished, GenerateRequest, SequenceFinished, TextDelta
-from localfast.dialects import Encoder, Head, openai, sse
-from localfast.dialects.fields import Fields, read_max_tokens, read_sampling, read_stop
+from localfast.dialects import Encoder, Head, openai, openai_answers, sse
+from localfast.dialects.fields import Fields, read_max_tokens, read_sampling, read_stop, read_time_limit
 
 error = openai.error
 
@@ -65,6 +65,8 @@ def parse(body: Any, *, stream: bool) -> SimpleCall:
         max_tokens=read_max_tokens(fields, "max_tokens", "max_new_tokens", default=256),
         sampling=read_sampling(fields),
         stop=read_stop(fields),
+        prompt_time_s=read_time_limit(fields, "t_max_prompt_ms"),
+        generate_time_s=read_time_limit(fields, "t_max_predict_ms"),
         request_class="interactive",
     )
     fields.raw("stream")  # the path decides
@@ -82,4 +84,5 @@ def _closing(head: Head, finished: Finished, reason: str) -> dict[str, Any]:
         "cached_tokens": usage.cached_tokens,
         "finish_reason": reason,
         "model": head.model,
+        **openai_answers.cache_miss(finished),
     }

@@ -11,9 +11,9 @@ from collections import deque
 from typing import Protocol
 
 from localfast import errors
-from localfast.core import FINAL_EVENTS, Event, Failed, GenerateRequest
+from localfast.core import FINAL_EVENTS, Event, Failed, GenerateRequest, RequestClass
 from localfast.engine import messages
-from localfast.engine.messages import EngineConfig, EngineFacts, EngineStats
+from localfast.engine.messages import CacheReport, EngineConfig, EngineFacts, EngineStats
 from localfast.engine.supervisor import EngineProcess
 
 
@@ -75,6 +75,10 @@ class Engine(Protocol):
 
     async def stop(self, grace_s: float) -> None: ...
 
+    async def describe_cache(self) -> CacheReport:
+        """What the engine keeps of prompts. Raises EngineDied."""
+        ...
+
     @property
     def alive(self) -> bool: ...
 
@@ -91,9 +95,11 @@ class ProcessEngine:
         self.config = config
         self.stats = EngineStats()
         self._max_open = config.slots + max_queue
-        self._process = EngineProcess(config, self._on_step, self._on_death)
+        self._process = EngineProcess(config, self._on_frame, self._on_death)
         self._streams: dict[int, EventStream] = {}
         self._abandoned: set[int] = set()
+        self._open: dict[int, RequestClass] = {}
+        self._reports: dict[int, asyncio.Future[CacheReport]] = {}
         self._numbers = itertools.count(1)
         self._refuse: errors.EngineError | None = None
 
@@ -104,10 +110,12 @@ class ProcessEngine:
     def generate(self, request: GenerateRequest) -> EventStream:
         if self._refuse is not None:
             raise self._refuse
-        if self.open_requests >= self._max_open:
-            raise errors.QueueFull(waiting=self.open_requests - self.config.slots)
+        same_class = sum(open_class == request.request_class for open_class in self._open.values())
+        if same_class >= self._max_open:
+            raise errors.QueueFull(waiting=same_class - self.config.slots, request_class=request.request_class)
         request_id = next(self._numbers)
         self._process.send(messages.Submit(request_id, request))  # first: a request that cannot be sent is not open
+        self._open[request_id] = request.request_class
         stream = self._streams[request_id] = EventStream(request_id, self)
         return stream
 
@@ -127,7 +135,24 @@ class ProcessEngine:
 
     @property
     def open_requests(self) -> int:
-        return len(self._streams) + len(self._abandoned)
+        return len(self._open)
+
+    async def describe_cache(self) -> CacheReport:
+        if self._refuse is not None:
+            raise self._refuse
+        number = next(self._numbers)
+        report: asyncio.Future[CacheReport] = asyncio.get_running_loop().create_future()
+        self._reports[number] = report
+        self._process.send(messages.Describe(number))
+        return await report
+
+    def _on_frame(self, frame: messages.Step | CacheReport) -> None:
+        if isinstance(frame, CacheReport):
+            report = self._reports.pop(frame.number, None)
+            if report is not None and not report.done():
+                report.set_result(frame)
+        else:
+            self._on_step(frame)
 
     def _on_step(self, step: messages.Step) -> None:
         if step.stats is not None:
@@ -139,6 +164,7 @@ class ProcessEngine:
         final = isinstance(event, FINAL_EVENTS)
         if final:
             self._abandoned.discard(request_id)
+            self._open.pop(request_id, None)
         stream = self._streams.pop(request_id, None) if final else self._streams.get(request_id)
         if stream is not None:
             stream.put(event)
@@ -148,5 +174,10 @@ class ProcessEngine:
         error = self._refuse = self._refuse or died
         self.stats = EngineStats()
         self._abandoned.clear()
+        for report in self._reports.values():
+            if not report.done():
+                report.set_exception(error)
+        self._reports.clear()
         for request_id in list(self._streams):
             self._deliver(request_id, Failed(error))
+        self._open.clear()

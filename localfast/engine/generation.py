@@ -6,6 +6,7 @@ Engine process, step loop's thread. Knows nothing of slots or batches.
 from __future__ import annotations
 
 from localfast.core import (
+    CacheMiss,
     Event,
     Finished,
     FinishReason,
@@ -18,7 +19,8 @@ from localfast.core import (
 )
 from localfast.engine.llama import Context, FloatRow, Model
 from localfast.engine.sampling import Sampler, log_probability, unscored
-from localfast.engine.scheduler import Sequence
+from localfast.engine.sequence import Sequence
+from localfast.engine.speculation import Speculator
 from localfast.engine.text import TextAssembler
 
 
@@ -35,6 +37,9 @@ class Stream:
         self._held_logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: dict[int, TokenLogprob] = {}
         self._echoed = not request.echo
+        self.speculator = Speculator()
+        self.line_ended = False
+        """Whether a generated token had a newline."""
         self.reason: FinishReason | None = None
 
     def score_prompt(self, position: int, logits: FloatRow) -> None:
@@ -55,10 +60,23 @@ class Stream:
         if self._model.is_end(token):
             self.reason = "stop"
             return []
-        text = self._text.feed(self._model.piece(token))
+        piece = self._model.piece(token)
+        self.line_ended = self.line_ended or b"\n" in piece
+        text = self._text.feed(piece)
         if self._text.stopped is not None:
             self.reason = "stop"
         return self._delta(text)
+
+    @property
+    def cache_miss(self) -> CacheMiss | None:
+        miss = self.sequence.miss
+        if miss is None:
+            return None
+        if miss.cached_token is None:
+            return CacheMiss(miss.reason, miss.position)
+        tokens = (miss.cached_token, self.sequence.tokens[miss.position])
+        cached, prompt = (self._model.piece(token).decode("utf-8", "replace") for token in tokens)
+        return CacheMiss(miss.reason, miss.position, cached, prompt)
 
     def echo(self) -> list[Event]:
         """The prompt's own text, once, before the first generated text."""
@@ -96,15 +114,25 @@ class Stream:
 class Generation:
     """One request: its streams by sequence, and when what happened (seconds of a monotonic clock)."""
 
-    def __init__(self, request_id: int, streams: list[Stream], choices: int, submitted_s: float) -> None:
+    def __init__(self, request_id: int, request: GenerateRequest, streams: list[Stream], submitted_s: float) -> None:
         self.request_id = request_id
-        self._choices = choices
+        self.request = request
         self.streams = {stream.sequence: stream for stream in streams}
         self.completion_tokens = 0
         self._open = len(streams)
         self._submitted_s = submitted_s
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
+
+    def late_for_first_token(self, now_s: float) -> bool:
+        limit_s = self.request.prompt_time_s
+        return limit_s is not None and self._first_token_s is None and now_s - self._submitted_s > limit_s
+
+    def late_for_next_token(self, now_s: float) -> bool:
+        limit_s = self.request.generate_time_s
+        return limit_s is not None and self._first_token_s is not None and now_s - self._first_token_s > limit_s
 
     def mark_admitted(self, now_s: float) -> None:
         if self._admitted_s is None:
@@ -121,20 +149,23 @@ class Generation:
         return self._open == 0
 
     def finished(self, now_s: float) -> Finished:
-        prompts = [sequence for sequence in self.streams if sequence.index % self._choices == 0]  # choices share theirs
+        prompts = [sequence for sequence in self.streams if sequence.index % self.request.n == 0]  # choices share theirs
         admitted_s = self._admitted_s or now_s
         first_s = self._first_token_s or now_s
         return Finished(
             Usage(
                 prompt_tokens=sum(sequence.prompt_tokens for sequence in prompts),
                 completion_tokens=self.completion_tokens,
-                cached_tokens=sum(sequence.cached for sequence in prompts),
+                cached_tokens=sum(sequence.cached or 0 for sequence in prompts),
+                drafted_tokens=self.drafted_tokens,
+                accepted_tokens=self.accepted_tokens,
             ),
             Timings(
                 queue_s=admitted_s - self._submitted_s,
                 prefill_s=first_s - admitted_s,
                 decode_s=now_s - first_s,
             ),
+            next(iter(self.streams.values())).cache_miss,
         )
 
     def close(self) -> None:

@@ -11,17 +11,20 @@ import re
 import sys
 from collections.abc import Sequence
 
+import llama_cpp
 import llama_cpp.llama_cpp as bindings
 import numpy as np
 import numpy.typing as npt
 
 from localfast.engine.messages import EngineConfig
-from localfast.engine.scheduler import Chunk, Copy, Truncate
+from localfast.engine.sequence import Chunk
 from localfast.errors import LoadFailed
 
-__all__ = ["Context", "FloatRow", "Model", "NativeLog", "bindings"]
+__all__ = ["ENGINE_VERSION", "Context", "FloatRow", "Model", "NativeLog", "bindings"]
 
+ENGINE_VERSION: str = llama_cpp.__version__
 KV_TYPES = {"f16": 1, "bf16": 30, "q8_0": bindings.GGML_TYPE_Q8_0, "q4_0": 2}
+WINDOW_ONLY: int = bindings.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _BUFFER_LINE = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB")
 
 FloatRow = npt.NDArray[np.float32]
@@ -33,7 +36,7 @@ class NativeLog:
     def __init__(self) -> None:
         self.buffers: list[tuple[str, str, int]] = []
         self.last_error = ""
-        self._callback = bindings.llama_log_callback(self._take)  # kept: a collected callback is a crash
+        self._callback = bindings.llama_log_callback(self._take)
         bindings.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _take(self, level: int, text: bytes, _user: ctypes.c_void_p) -> None:
@@ -52,6 +55,7 @@ class Model:
     """Weights and vocabulary. Raises LoadFailed with the library's last error line when the file does not load."""
 
     def __init__(self, config: EngineConfig, log: NativeLog) -> None:
+        self.log = log  # as long as the model lives the library may call it, and a collected callback is a crash
         bindings.llama_backend_init()
         params = bindings.llama_model_default_params()
         params.n_gpu_layers = config.gpu_layers
@@ -153,15 +157,32 @@ class Context:
         self.cells: int = bindings.llama_n_ctx(self.handle)
         self._batch = _BatchArrays(config.batch_tokens)
 
-    def edit(self, edits: Sequence[Truncate | Copy]) -> None:
-        """Carry out memory edits in order."""
-        for edit in edits:
-            match edit:
-                case Truncate(slot, length):
-                    bindings.llama_memory_seq_rm(self.memory, slot, length, -1)
-                case Copy(source, target, length):
-                    bindings.llama_memory_seq_rm(self.memory, target, -1, -1)
-                    bindings.llama_memory_seq_cp(self.memory, source, target, 0, length)
+    def truncate(self, slot: int, length: int) -> None:
+        bindings.llama_memory_seq_rm(self.memory, slot, length, -1)
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Let the empty `target` share the first `length` cells of `source`."""
+        bindings.llama_memory_seq_cp(self.memory, source, target, 0, length)
+        if self.model.window > 1:
+            # The cells of a sliding window that two slots share are never reused, until no slot can go on. So each gets its own.
+            self.write_state(target, self.read_state(target, WINDOW_ONLY), WINDOW_ONLY)
+
+    def read_state(self, slot: int, flags: int = 0) -> bytes:
+        """All that the cache holds of a slot."""
+        size = bindings.llama_state_seq_get_size_ext(self.handle, slot, flags)
+        state = np.empty(size, np.uint8)
+        address = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        written = bindings.llama_state_seq_get_data_ext(self.handle, address, size, slot, flags)
+        return state[:written].data  # type: ignore[return-value]  # a view: some of them are hundreds of megabytes
+
+    def write_state(self, slot: int, state: bytes, flags: int = 0) -> bool:
+        """Fill an empty slot with what `read_state` gave. False: it does not fit this context, and the slot is empty."""
+        source = np.frombuffer(state, np.uint8)
+        address = source.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        if bindings.llama_state_seq_set_data_ext(self.handle, address, source.size, slot, flags) == source.size:
+            return True
+        self.truncate(slot, 0)
+        return False
 
     def decode(self, chunks: Sequence[Chunk]) -> bool:
         """Compute all chunks in one call. False: the cache has no room for them, and nothing changed.
@@ -174,16 +195,20 @@ class Context:
             return False
         if result != 0:
             raise RuntimeError(f"llama_decode failed with code {result}")
+        bindings.llama_synchronize(self.handle)  # a GPU is asked for the logits next anyway, and so the step's time is known
         return True
 
     def logits(self, row: int) -> FloatRow:
         """The row of a token of the last batch, by its place in that batch; a view that the next decode overwrites."""
         pointer = bindings.llama_get_logits_ith(self.handle, row)
-        return np.ctypeslib.as_array(pointer, shape=(self.model.vocabulary,))
+        # numpy's own way from a pointer to an array takes ten times as long.
+        address = ctypes.addressof(pointer.contents)
+        return np.frombuffer((ctypes.c_float * self.model.vocabulary).from_address(address), np.float32)  # type: ignore
 
     def oldest_positions(self, slots: int) -> dict[int, int]:
-        """First position of each slot that is still in the cache."""
-        return {slot: max(0, bindings.llama_memory_seq_pos_min(self.memory, slot)) for slot in range(slots)}
+        """First position of each slot that is still in the cache; of one that has nothing, a position nobody reaches."""
+        oldest = {slot: bindings.llama_memory_seq_pos_min(self.memory, slot) for slot in range(slots)}
+        return {slot: position if position >= 0 else sys.maxsize for slot, position in oldest.items()}
 
     def warm_up(self) -> None:
         """One real decode, so that late allocations fail here and not in the first request; leaves the cache empty."""

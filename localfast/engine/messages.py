@@ -13,8 +13,8 @@ import msgspec
 from localfast import errors
 from localfast.core import Accepted, Event, Failed, Finished, GenerateRequest, SequenceFinished, TextDelta
 
-SPARE_OUTPUT_ROWS = 16
-"""Rows of logits that one step may yield beyond one per slot; scoring an echoed prompt uses them."""
+SPARE_OUTPUT_ROWS = 32
+"""Rows of logits that one step may yield beyond one per slot: for guessed tokens and for scoring an echoed prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,17 @@ class EngineConfig:
     threads: int
     kv_type: str
     use_mmap: bool = True
+    max_stall_s: float = 0.25
+    """How long a running stream may wait for other requests' prompts."""
+    speculation: bool = True
+    """Guess ahead where a text repeats itself."""
+    cache_ram_bytes: int = 0
+    """Room for saved states of conversations and parked sequences in RAM."""
+    cache_disk_bytes: int = 0
+    """Room for saved states on disk, all models together; 0: none are written or read."""
+    cache_folder: str = ""
+    cache_key: str = ""
+    """Of the model's content: states on disk are used for the same key, engine version and cache type only."""
     log_path: str = ""
     """Where native libraries' output goes; its tail is the evidence when the process dies."""
 
@@ -68,7 +79,14 @@ class EngineStats:
     decode_calls: int = 0
     batched_tokens: int = 0
     generated_tokens: int = 0
-    preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    parked: int = 0
+    restored: int = 0
+    """States brought back from RAM or disk instead of being computed again."""
+    decode_s: float = 0.0
+    """Time inside llama_decode, of `step_s`, the time of all steps that computed something."""
+    step_s: float = 0.0
     running: int = 0
     waiting: int = 0
     used_cells: int = 0
@@ -87,6 +105,12 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     request_id: int
 
 
+class Describe(msgspec.Struct, tag=True, frozen=True):
+    """Ask for a CacheReport."""
+
+    number: int
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """End the process; running requests fail with ShuttingDown."""
 
@@ -100,6 +124,33 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
 
     code: str
     facts: dict[str, Any]
+
+
+class SlotReport(msgspec.Struct, frozen=True):
+    id: int
+    tokens: int
+    running: bool
+
+
+class LevelReport(msgspec.Struct, frozen=True):
+    """One level of the prompt cache."""
+
+    entries: int
+    used_bytes: int
+    limit_bytes: int
+
+
+class CacheReport(msgspec.Struct, tag=True, frozen=True):
+    """What an engine keeps of prompts and answers: slots of the KV cache, saved states in RAM, and on disk."""
+
+    number: int
+    cells: int
+    used_cells: int
+    slots: list[SlotReport]
+    ram: LevelReport
+    disk: LevelReport
+    parked: int
+    """Sequences that wait in RAM for cells."""
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -135,8 +186,8 @@ class Step(msgspec.Struct, tag=True, frozen=True):
         return [*self.accepted, *self.deltas, *self.sequences, *self.finished, *failed]
 
 
-ToEngine = Load | Submit | Cancel | Stop
-FromEngine = Ready | Broken | Step
+ToEngine = Load | Submit | Cancel | Describe | Stop
+FromEngine = Ready | Broken | Step | CacheReport
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -1,133 +1,68 @@
-"""Owns slots, queue and cell counts, and decides what each step computes. Step loop's thread only.
+"""Owns slots, queues and cells, and decides what each step computes. Step loop's thread only.
 
 Pure: no llama, no clock, no I/O. There is no prefill phase and no decode phase: every sequence has `computed` tokens chasing
-`len(tokens)`, and a step spends a token budget, sequences that are one token behind (decoders) first.
+`len(tokens)`. A step is `place` (who gets a slot, what happens to the cache), then `next_batch`, then `advance` and `append`.
+Where a sequence's beginning comes from is decided in `engine/placement.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from localfast.core import FinishReason
+from localfast.engine.placement import Placement
+from localfast.engine.queues import RANKS, WEIGHTS, Queues
+from localfast.engine.sequence import Batch, Chunk, Edit, Sequence
+from localfast.engine.states import RamStates
 
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One stream of tokens. `tokens` is prompt and answer; the KV cache of its slot holds the first `computed` of them."""
-
-    request_id: int
-    index: int
-    tokens: list[int]
-    prompt_tokens: int
-    limit: int
-    """Most tokens this sequence may have, prompt included."""
-    score_prompt: bool = False
-    """Logits are wanted for every prompt token, not only the last; cleared by whoever got them."""
-    awaited: tuple[Sequence | None, int] | None = None
-    """The running sequence whose first so many tokens this one will share; decided once, so that nobody waits again and again."""
-    slot: int | None = None
-    computed: int = 0
-    cached: int = 0
-    """Prompt tokens that were not computed because a slot already held them."""
-
-    @property
-    def behind(self) -> int:
-        return len(self.tokens) - self.computed
-
-    @property
-    def prompt_computed(self) -> bool:
-        return self.computed >= self.prompt_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Truncate:
-    """Forget everything of `slot` from position `length` on."""
-
-    slot: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Let `target`, emptied first, share the first `length` cells of `source`."""
-
-    source: int
-    target: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """`count` tokens of a sequence, from position `start` on; the last `outputs` of them yield logits."""
-
-    sequence: Sequence
-    slot: int
-    start: int
-    count: int
-    outputs: int
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.sequence.tokens[self.start : self.start + self.count]
-
-
-@dataclass(slots=True)
-class Batch:
-    """One step's work: memory edits, in order, then the chunks of one decode call."""
-
-    edits: list[Truncate | Copy] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-
-    @property
-    def token_count(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
-
-
-@dataclass(slots=True)
-class Slot:
-    """A sequence id of the llama context. `held` are the tokens in its cells while no sequence runs in it."""
-
-    id: int
-    sequence: Sequence | None = None
-    held: list[int] = field(default_factory=list)
-    last_used: int = 0
-    seated: int = 0
-    """The step in which its sequence came in; what the engine says of the slot's past is older."""
-
-    @property
-    def cells(self) -> int:
-        """Cells counted for this slot; a running prompt counts whole, so that it can always be finished."""
-        return len(self.sequence.tokens) if self.sequence else len(self.held)
+TURN_TOKENS = 16
+"""Tokens that a sequence gets computed before a higher class may take its slot; twice as many after each time it had to go, so
+that it gets to its end even where its state cannot be kept."""
+RESERVE_TOKENS = 16
+"""Cells kept for the growth of each running sequence before another one comes in; without them it would soon have to go again."""
+CHECKPOINT_TOKENS = 4
+CHECKPOINT_SPACING = 64
+"""Where the cache cannot be cut, a prompt's state is kept so many tokens before its end, if so many were computed anew."""
 
 
 class Scheduler:
     """`window`: positions before a cut that must still be in the cache for a prefix to be reusable (sliding window size; 1 for
-    recurrent models, whose state exists for the last position only; 0 for full attention, which can be cut anywhere)."""
+    recurrent models, whose state exists for the last position only; 0 for full attention, which can be cut anywhere).
+    `states`: where sequences that give way are kept; without room there they are computed again."""
 
     def __init__(
-        self, *, slots: int, cells: int, context_tokens: int, batch_tokens: int, max_outputs: int, window: int = 0
+        self,
+        *,
+        slots: int,
+        cells: int,
+        context_tokens: int,
+        batch_tokens: int,
+        max_outputs: int,
+        window: int = 0,
+        states: RamStates | None = None,
     ) -> None:
         assert context_tokens <= cells and slots <= min(batch_tokens, max_outputs)
-        self.slots = [Slot(number) for number in range(slots)]
-        self.cells = cells
+        self.placement = Placement(slots=slots, cells=cells, window=window, states=states or RamStates(0, window == 0))
+        self.slots = self.placement.slots
         self.context_tokens = context_tokens
         self.batch_tokens = batch_tokens
         self.max_outputs = max_outputs
         self.window = window
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
-        self.preemptions = 0
-        self._pending: list[Truncate | Copy] = []
-        self._tick = 0
+        self.waiting = Queues()
+        self.running = self.placement.running
+        self.parked = 0
+        self._prompt_budget = batch_tokens
+        self._numbers = 0
+        self._just_parked: set[Sequence] = set()
 
     # --- what the step loop calls -------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         assert len(sequence.tokens) < self.context_tokens, "a prompt that can never fit is refused before it gets here"
-        self.waiting.append(sequence)
+        self._numbers += 1
+        sequence.number = self._numbers
+        self.waiting.put(sequence)
 
     def limit(self, prompt_tokens: int, max_tokens: int | None) -> int:
         """Most tokens that a sequence may have, prompt included."""
@@ -135,114 +70,152 @@ class Scheduler:
 
     def cancel(self, request_id: int) -> None:
         """Remove all sequences of a request, wherever they are; what they computed stays reusable."""
-        self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
+        for sequence in [s for s in self.waiting if s.request_id == request_id]:
+            self.placement.states.unpark(sequence)
+        self.waiting.remove(lambda sequence: sequence.request_id == request_id)
         for sequence in [s for s in self.running if s.request_id == request_id]:
             self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        slot = self.slots[sequence.slot] if sequence.slot is not None else None
-        if slot is None:
-            return
-        slot.held = sequence.tokens[: sequence.computed]
-        slot.sequence = None
-        self.running.remove(sequence)
-        sequence.slot = None
+        """The sequence has ended, wherever it is."""
+        if sequence.slot is None:
+            self.waiting.remove(lambda other: other is sequence)
+            self.placement.states.unpark(sequence)
+        else:
+            self.placement.leave(sequence)
 
-    def next_batch(self, oldest: Mapping[int, int] | None = None) -> Batch:
-        """`oldest`: for slots whose cache has lost its beginning (sliding window, recurrent), the first position still there."""
-        self._tick += 1
-        self._make_room_for_decoders()
-        self._admit(oldest or {})
-        batch = Batch(edits=self._pending)
-        self._pending = []
+    def place(self, oldest: Mapping[int, int] | None = None) -> list[Edit]:
+        """Decide who runs. Returns the memory edits to carry out, in order, before the next batch.
+
+        `oldest`: for slots whose cache has lost its beginning (sliding window, recurrent), the first position still there.
+        """
+        self._just_parked.clear()
+        self.placement.begin(oldest or {})
+        # Every running sequence was counted with its newest token; if that overdrew the cells, somebody gives way.
+        while self.placement.overdrawn:
+            if not self.placement.evict_oldest():
+                self._park(self._lowest())
+        while self.waiting.take(self._admit):
+            pass
+        self.placement.save_checkpoints()
+        return self.placement.take_edits()
+
+    def next_batch(self, prompt_budget: int | None = None) -> Batch:
+        """The work of one decode call, with at most `prompt_budget` tokens of prompts."""
         budget = self.batch_tokens
         outputs = self.max_outputs
+        batch = Batch()
         decoders = [s for s in self.running if s.behind == 1]
-        prompts = [s for s in self.running if s.behind > 1]
-        for sequence in decoders[:budget]:
-            batch.chunks.append(self._chunk(sequence, 1, 1))
-            budget -= 1
-            outputs -= 1
-        # Waiting prompts share what is left evenly, so that a short one is not held up by a long one.
-        for position, sequence in enumerate(prompts):
-            share = math.ceil(budget / (len(prompts) - position))
-            count = min(sequence.behind, share)
+        prompts = sorted((s for s in self.running if s.behind > 1), key=lambda s: (s.behind, s.number))
+        for sequence in decoders:
+            batch.chunks.append(_chunk(sequence, 1, 1))
+        batch.decoders = len(decoders)
+        budget -= len(decoders)
+        outputs -= len(decoders)
+        budget = self._prompt_budget = min(budget, self.batch_tokens if prompt_budget is None else prompt_budget)
+        # Waiting prompts share what is left by the weight of their class, so that a short one is not held up by a long one;
+        # what the short ones do not need goes to the longer ones.
+        weight = sum(WEIGHTS[s.request_class] for s in prompts)
+        for sequence in prompts:
+            share = math.ceil(budget * WEIGHTS[sequence.request_class] / weight)
+            weight -= WEIGHTS[sequence.request_class]
+            count = min(sequence.behind, share, _until_pause(sequence))
             if sequence.score_prompt:
                 count = min(count, outputs)
             elif outputs == 0:
                 count = min(count, sequence.behind - 1)  # no output row is left for its last token in this step
-            wanted = count if sequence.score_prompt else int(count == sequence.behind)
-            if count == 0:
+            if count <= 0:
                 continue
-            batch.chunks.append(self._chunk(sequence, count, wanted))
+            wanted = count if sequence.score_prompt else int(count == sequence.behind)
+            batch.chunks.append(_chunk(sequence, count, wanted))
             budget -= count
             outputs -= wanted
+        self._add_drafts(batch, min(self.batch_tokens - batch.token_count, outputs))
         return batch
 
     def advance(self, batch: Batch) -> list[Chunk]:
         """The batch was computed. Returns the chunks that are now complete up to their last token: each wants its next one."""
         for chunk in batch.chunks:
             chunk.sequence.computed += chunk.count
-            self.slots[chunk.slot].last_used = self._tick
-        return [chunk for chunk in batch.chunks if chunk.sequence.behind == 0]
+            self.placement.grow(chunk.slot, chunk.count)
+        return [chunk for chunk in batch.chunks if chunk.sequence.behind <= 0]
 
     def append(self, sequence: Sequence, token: int) -> FinishReason | None:
         """A token was chosen. Returns the reason if the sequence may not go on."""
         sequence.tokens.append(token)
         return "length" if len(sequence.tokens) >= sequence.limit else None
 
+    def accept(self, sequence: Sequence, accepted: int) -> None:
+        """So many of the drafted tokens were what the model chose; the cells of the others are given back."""
+        rejected = len(sequence.draft) - accepted
+        sequence.draft = []
+        self.placement.shorten(sequence, sequence.computed - rejected)
+
+    def lost(self, sequence: Sequence) -> None:
+        """Its saved state could not be restored: the slot is empty and all is computed."""
+        self.placement.lost(sequence)
+
     def no_room(self) -> bool:
         """The engine found no cells for the last batch (nothing of it was computed). Returns False if nobody can give way."""
-        for slot in self.slots:
-            if slot.sequence is None and slot.held:
-                self._forget(slot)
-                return True
+        for sequence in self.running:
+            sequence.draft = []
+        if self.placement.evict_oldest():
+            return True
         if len(self.running) > 1:
-            self._preempt(self.running[-1])
+            self._park(self._lowest())
             return True
         return False
 
     @property
     def used_cells(self) -> int:
-        return sum(slot.cells for slot in self.slots)
+        return self.placement.cells.used
 
     # --- decisions ----------------------------------------------------------------------------------------------------------
 
-    def _make_room_for_decoders(self) -> None:
-        """Each running sequence was counted with its newest token; if that overdrew the cells, somebody gives way."""
-        while self.used_cells > self.cells:
-            idle = [slot for slot in self.slots if slot.sequence is None and slot.held]
-            if idle:
-                self._forget(min(idle, key=lambda slot: slot.last_used))
-            else:
-                self._preempt(self.running[-1])
+    def _admit(self, sequence: Sequence) -> bool | None:
+        """Offered by the queues: give the sequence a slot if there is one and its tokens fit, at the cost of lower classes."""
+        if sequence in self._just_parked or self._waits(sequence):
+            return None
+        if not self._could_fit(sequence):
+            return False
+        growth = min(RESERVE_TOKENS, sequence.limit - len(sequence.tokens))
+        while True:
+            reserve = sum(min(RESERVE_TOKENS, s.limit - len(s.tokens)) for s in self.running) + growth if self.running else 0
+            if self.placement.seat(sequence, reserve):
+                self._plan_pauses(sequence)
+                return True
+            victim = next((s for s in self._by_importance() if self._yields_to(s, sequence)), None)
+            if victim is None:
+                return False
+            self._park(victim)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; its text goes on from where it was when it is computed again."""
-        assert sequence.slot is not None
-        slot = self.slots[sequence.slot]
-        self.finish(sequence)
-        self._forget(slot)
-        sequence.computed = 0
-        self.waiting.appendleft(sequence)
-        self.preemptions += 1
+    def _could_fit(self, sequence: Sequence) -> bool:
+        """Whether it could get in at all now: nobody is parked in vain."""
+        staying = [s for s in self.running if not self._yields_to(s, sequence)]
+        if len(staying) >= len(self.slots):
+            return False
+        return len(staying) == len(self.running) or self.placement.total - sum(len(s.tokens) for s in staying) >= len(
+            sequence.tokens
+        ) + RESERVE_TOKENS * (len(staying) + 1)
 
-    def _forget(self, slot: Slot) -> None:
-        slot.held = []
-        self._pending.append(Truncate(slot.id, 0))
+    def _yields_to(self, running: Sequence, newcomer: Sequence) -> bool:
+        higher = RANKS[newcomer.request_class] < RANKS[running.request_class]
+        return higher and running.computed - running.seated_at >= TURN_TOKENS << running.parks
 
-    def _admit(self, oldest: Mapping[int, int]) -> None:
-        """First come, first served: the head of the queue waits for cells, and nobody overtakes it. One that waits for a running
-        prompt to compute what both begin with lets the others pass."""
-        passed_over: list[Sequence] = []
-        while self.waiting and any(slot.sequence is None for slot in self.slots):
-            sequence = self.waiting.popleft()
-            if self._waits(sequence):
-                passed_over.append(sequence)
-            elif not self._place(sequence, oldest):
-                passed_over.append(sequence)
-                break
-        self.waiting.extendleft(reversed(passed_over))
+    def _by_importance(self) -> list[Sequence]:
+        """Running sequences, those that give way first in front: the lowest class, then the youngest."""
+        return sorted(self.running, key=lambda s: (RANKS[s.request_class], s.number), reverse=True)
+
+    def _lowest(self) -> Sequence:
+        return self._by_importance()[0]
+
+    def _park(self, sequence: Sequence) -> None:
+        """Its cells are needed: it goes back to the head of its queue, and its text goes on from where it was."""
+        self.placement.park(sequence)
+        sequence.parks += 1
+        self.waiting.put(sequence, first=True)
+        self._just_parked.add(sequence)
+        self.parked += 1
 
     def _waits(self, sequence: Sequence) -> bool:
         if sequence.awaited is None:
@@ -256,80 +229,45 @@ class Scheduler:
         Beside it, both go at half speed: twice the own tokens. Waiting takes as long as the other needs to get there, in whole
         chunks, and then the rest of the own prompt.
         """
-        if sequence.score_prompt or self.window == 1:  # a recurrent state is that of the last token only
-            return None, 0
-        tokens = sequence.tokens[:-1]
-        known = [slot.held for slot in self.slots if not slot.sequence] + [s.tokens[: s.computed] for s in self.running]
-        here = max(common_prefix(held, tokens) for held in known)
         prompts = [other for other in self.running if not other.prompt_computed]
-        shared = [(common_prefix(other.tokens, tokens), other) for other in prompts]
-        length, source = max(shared, key=lambda found: found[0], default=(0, None))
+        if sequence.score_prompt or not prompts:
+            return None, 0
+        here, source, length = self.placement.common_with(sequence, prompts)
         if source is None or length <= here:
             return None, 0
-        chunks = math.ceil((length - source.computed) / self.batch_tokens)
-        delay = min(chunks * self.batch_tokens, source.behind) + len(sequence.tokens) - length
-        return (source, length) if delay <= 2 * (len(sequence.tokens) - here) else (None, 0)
+        step = max(1, self._prompt_budget)
+        chunks = math.ceil((length - source.computed) / step)
+        delay = min(chunks * step, source.behind) + len(sequence.tokens) - length
+        if delay > 2 * (len(sequence.tokens) - here):
+            return None, 0
+        if self.window:
+            source.pauses.add(length)  # what it has computed can be shared at its very end only
+        return source, length
 
-    def _place(self, sequence: Sequence, oldest: Mapping[int, int]) -> bool:
-        idle = [slot for slot in self.slots if slot.sequence is None]
-        # At least the last token is computed again: its logits are needed. Scored prompts need all of theirs.
-        tokens = sequence.tokens[: 0 if sequence.score_prompt else -1]
-        source, length = self._best_prefix(tokens, oldest)
-        # An idle slot that holds the beginning is gone on with; a running one's is shared into an empty or the oldest slot.
-        slot = source if source in idle and length else min(idle, key=lambda slot: (bool(slot.held), slot.last_used))
-        # One spare cell per running sequence: otherwise the newcomer would be thrown out in the very next step.
-        needed = len(sequence.tokens) + (len(self.running) + 1 if self.running else 0)
-        if not self._free(needed, [other for other in idle if other is not slot and other.held], slot):
-            return False
-        if slot is not source and length:
-            self._pending.append(Copy(source.id, slot.id, length))
-        elif length < len(slot.held):
-            self._pending.append(Truncate(slot.id, length))
-        self._seat(sequence, slot, length)
-        return True
+    def _plan_pauses(self, sequence: Sequence) -> None:
+        """Where the cache cannot be cut, a state near the end of the prompt is kept, so that the prompt can be gone on with."""
+        checkpoint = sequence.prompt_tokens - CHECKPOINT_TOKENS
+        if self.window and checkpoint - sequence.computed >= CHECKPOINT_SPACING and not sequence.score_prompt:
+            sequence.pauses.add(checkpoint)
 
-    def _free(self, needed: int, others: list[Slot], slot: Slot) -> bool:
-        """See to it that `slot` can grow to `needed` cells, at the cost of idle prefixes, oldest first. False: it cannot."""
-        free = self.cells - self.used_cells + len(slot.held)
-        if needed > free + sum(other.cells for other in others):
-            return False
-        for other in sorted(others, key=lambda other: other.last_used):
-            if needed <= free:
-                break
-            free += len(other.held)
-            self._forget(other)
-        return True
-
-    def _seat(self, sequence: Sequence, slot: Slot, length: int) -> None:
-        slot.held = []
-        slot.sequence = sequence
-        slot.seated = self._tick
-        sequence.slot = slot.id
-        sequence.computed = length
-        if len(sequence.tokens) == sequence.prompt_tokens:  # not when it comes back after giving way
-            sequence.cached = length
-        self.running.append(sequence)
-
-    def _best_prefix(self, tokens: list[int], oldest: Mapping[int, int]) -> tuple[Slot, int]:
-        """The slot, idle or running, whose cells hold the longest usable beginning of `tokens`, and its length."""
-
-        def usable(slot: Slot) -> int:
-            if slot.sequence and slot.seated == self._tick:
-                return 0
-            held = slot.sequence.tokens[: slot.sequence.computed] if slot.sequence else slot.held
-            length = common_prefix(held, tokens)
-            return length if oldest.get(slot.id, 0) <= max(0, length - self.window) else 0
-
-        return max(((slot, usable(slot)) for slot in self.slots), key=lambda found: (found[1], found[0].sequence is None))
-
-    def _chunk(self, sequence: Sequence, count: int, outputs: int) -> Chunk:
-        assert sequence.slot is not None
-        return Chunk(sequence, sequence.slot, sequence.computed, count, outputs)
+    def _add_drafts(self, batch: Batch, room: int) -> None:
+        """Guesses of the decoders, as far as rows, tokens and cells are left."""
+        room = min(room, self.placement.free)
+        for position, chunk in enumerate(batch.chunks[: batch.decoders]):
+            sequence = chunk.sequence
+            # The last token that a sequence may have needs no successor.
+            most = min(room, len(sequence.draft), sequence.limit - len(sequence.tokens) - 1)
+            del sequence.draft[max(0, most) :]
+            if most > 0:
+                batch.chunks[position] = _chunk(sequence, 1 + most, 1 + most)
+                room -= most
 
 
-def common_prefix(left: list[int], right: list[int]) -> int:
-    """Number of equal tokens at the beginning of both."""
-    shorter = min(len(left), len(right))
-    if left[:shorter] == right[:shorter]:
-        return shorter
-    return next(i for i in range(shorter) if left[i] != right[i])
+def _chunk(sequence: Sequence, count: int, outputs: int) -> Chunk:
+    assert sequence.slot is not None
+    return Chunk(sequence, sequence.slot, sequence.computed, count, outputs)
+
+
+def _until_pause(sequence: Sequence) -> int:
+    ahead = [length - sequence.computed for length in sequence.pauses if length > sequence.computed]
+    return min(ahead, default=sequence.behind)

@@ -27,11 +27,16 @@ log = logging.getLogger("localfast")
 
 
 class EngineProcess:
-    """`on_step` and `on_death` are called in the event loop; `on_death` exactly once, after the last `on_step`."""
+    """`on_frame` and `on_death` are called in the event loop; `on_death` exactly once, after the last `on_frame`."""
 
-    def __init__(self, config: EngineConfig, on_step: Callable[[messages.Step], None], on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_frame: Callable[[messages.Step | messages.CacheReport], None],
+        on_death: Callable[[str], None],
+    ) -> None:
         self._config = config
-        self._on_step = on_step
+        self._on_frame = on_frame
         self._on_death = on_death
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineFacts] = self._loop.create_future()
@@ -104,8 +109,8 @@ class EngineProcess:
 
     def _take(self, frame: messages.FromEngine) -> None:
         match frame:
-            case messages.Step():
-                self._on_step(frame)
+            case messages.Step() | messages.CacheReport():
+                self._on_frame(frame)
             case messages.Ready(facts):
                 if not self._ready.done():
                     self._ready.set_result(facts)

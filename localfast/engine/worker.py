@@ -6,37 +6,31 @@ sender encodes and writes. They share two queues and nothing else. When the pipe
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import random
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
+from pathlib import Path
+from queue import SimpleQueue
 
 from localfast import errors
-from localfast.core import Accepted, Event, Failed, FinishReason, GenerateRequest
+from localfast.core import Accepted, Event, Failed, GenerateRequest
 from localfast.engine import messages
-from localfast.engine.generation import Generation, Stream
-from localfast.engine.llama import Context, Model, NativeLog
-from localfast.engine.messages import EngineConfig, EngineFacts, EngineStats
-from localfast.engine.scheduler import Batch, Chunk, Scheduler, Sequence
+from localfast.engine.disk import DiskStates
+from localfast.engine.keeping import StateKeeper
+from localfast.engine.llama import ENGINE_VERSION, Context, Model, NativeLog
+from localfast.engine.messages import EngineConfig, EngineFacts
+from localfast.engine.pace import Pace
+from localfast.engine.scheduler import Scheduler
+from localfast.engine.states import RamStates
+from localfast.engine.steps import Engine, StepLoop, Tokenized, Work
 
-
-@dataclass(frozen=True, slots=True)
-class Tokenized:
-    """A request that intake has checked: its prompts fit the context."""
-
-    request_id: int
-    request: GenerateRequest
-    prompts: list[list[int]]
-    received_s: float
-
-
-Work = Tokenized | messages.Cancel | messages.Stop
+MIN_PROMPT_TOKENS = 8
+"""A step holds at least so many prompt tokens, however slow they are: otherwise a prompt would never end."""
 Outgoing = list[tuple[int, Event]]
 
 
@@ -61,7 +55,7 @@ class Intake:
             match frame:
                 case messages.Submit(request_id, request):
                     self._submit(request_id, request)
-                case messages.Cancel() | messages.Stop():
+                case messages.Cancel() | messages.Describe() | messages.Stop():
                     self.inbox.put(frame)
 
     def _submit(self, request_id: int, request: GenerateRequest) -> None:
@@ -106,160 +100,10 @@ class Sender:
                 return  # intake sees the same broken pipe and ends the process
 
 
-class StepLoop:
-    """Schedule, decode, sample, emit; owns everything a step touches."""
-
-    def __init__(self, model: Model, context: Context, scheduler: Scheduler, put_step: Callable[[messages.Step], None]) -> None:
-        self._model = model
-        self._context = context
-        self._scheduler = scheduler
-        self._put_step = put_step
-        self._generations: dict[int, Generation] = {}
-        self._decode_calls = 0
-        self._batched_tokens = 0
-        self._generated_tokens = 0
-        self._stopping = False
-
-    @property
-    def stats(self) -> EngineStats:
-        scheduler = self._scheduler
-        return EngineStats(
-            decode_calls=self._decode_calls,
-            batched_tokens=self._batched_tokens,
-            generated_tokens=self._generated_tokens,
-            preemptions=scheduler.preemptions,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            used_cells=scheduler.used_cells,
-        )
-
-    def run(self, inbox: SimpleQueue[Work]) -> None:
-        while not self._stopping:
-            calls = self._decode_calls
-            events = self._drain(inbox)
-            events += self._step()
-            if events or self._decode_calls > calls:  # a step without events still tells how far a prompt is
-                self._put_step(messages.Step.of(events, self.stats))
-        self._put_step(messages.Step.of(self._fail_all(errors.ShuttingDown()), self.stats))
-
-    def _drain(self, inbox: SimpleQueue[Work]) -> Outgoing:
-        """Take all that has arrived; wait only when there is nothing to compute."""
-        events: Outgoing = []
-        while True:
-            try:
-                work = inbox.get(block=not self._generations and not events)
-            except Empty:
-                return events
-            match work:
-                case Tokenized():
-                    self._begin(work)
-                case messages.Cancel(request_id):
-                    events += self._cancel(request_id)
-                case messages.Stop():
-                    self._stopping = True
-                    return events
-
-    def _begin(self, work: Tokenized) -> None:
-        request = work.request
-        streams = []
-        seed = random.getrandbits(31) if request.sampling.seed is None else request.sampling.seed
-        for number, prompt in enumerate(work.prompts):
-            for choice in range(request.n):
-                sequence = Sequence(
-                    request_id=work.request_id,
-                    index=number * request.n + choice,
-                    tokens=list(prompt),
-                    prompt_tokens=len(prompt),
-                    limit=self._scheduler.limit(len(prompt), request.max_tokens),
-                    score_prompt=request.echo and request.logprobs is not None,
-                )
-                streams.append(Stream(self._model, request, sequence, (seed + choice) & 0xFFFFFFFF))
-                self._scheduler.add(sequence)
-        self._generations[work.request_id] = Generation(work.request_id, streams, request.n, work.received_s)
-
-    def _cancel(self, request_id: int) -> Outgoing:
-        generation = self._generations.pop(request_id, None)
-        if generation is None:
-            return []  # it finished while the cancel was on its way
-        self._scheduler.cancel(request_id)
-        generation.close()
-        return [(request_id, Failed(errors.Cancelled()))]
-
-    def _fail_all(self, error: errors.LocalfastError) -> Outgoing:
-        failed: Outgoing = [(request_id, Failed(error)) for request_id in self._generations]
-        self._generations.clear()
-        return failed
-
-    def _step(self) -> Outgoing:
-        scheduler = self._scheduler
-        oldest = self._context.oldest_positions(len(scheduler.slots)) if scheduler.window and scheduler.waiting else None
-        batch = scheduler.next_batch(oldest)
-        self._context.edit(batch.edits)
-        if not batch.chunks:
-            return []
-        now_s = time.monotonic()
-        for chunk in batch.chunks:
-            self._generations[chunk.sequence.request_id].mark_admitted(now_s)
-        if not self._context.decode(batch.chunks):
-            if not scheduler.no_room():
-                raise RuntimeError("the KV cache has no room for a single sequence")
-            return []
-        self._decode_calls += 1
-        self._batched_tokens += batch.token_count
-        return self._harvest(batch)
-
-    def _harvest(self, batch: Batch) -> Outgoing:
-        """Turn the rows of a computed batch into tokens, text and endings."""
-        now_s = time.monotonic()
-        events: Outgoing = []
-        end = 0
-        complete = set(map(id, self._scheduler.advance(batch)))
-        for chunk in batch.chunks:
-            end += chunk.count
-            if chunk.sequence.score_prompt:
-                self._score_prompt(chunk, end)
-            if id(chunk) in complete:
-                events += [(chunk.sequence.request_id, event) for event in self._continue(chunk.sequence, end - 1, now_s)]
-        return events
-
-    def _score_prompt(self, chunk: Chunk, end: int) -> None:
-        stream = self._stream(chunk.sequence)
-        for offset in range(chunk.outputs):
-            position = chunk.start + chunk.count - chunk.outputs + offset + 1
-            if position < chunk.sequence.prompt_tokens:
-                stream.score_prompt(position, self._context.logits(end - chunk.outputs + offset))
-        if chunk.sequence.prompt_computed:
-            chunk.sequence.score_prompt = False
-
-    def _stream(self, sequence: Sequence) -> Stream:
-        return self._generations[sequence.request_id].streams[sequence]
-
-    def _continue(self, sequence: Sequence, row: int, now_s: float) -> list[Event]:
-        """The sequence's next token, from the logits of its last one."""
-        generation = self._generations[sequence.request_id]
-        stream = generation.streams[sequence]
-        events = stream.echo()
-        if len(sequence.tokens) >= sequence.limit:  # nothing was to be generated
-            return events + self._end(generation, stream, "length", now_s)
-        token = stream.next_token(self._context, row)
-        generation.mark_token(now_s)
-        self._generated_tokens += 1
-        events += stream.take(token)
-        reason = stream.reason or self._scheduler.append(sequence, token)
-        return events + self._end(generation, stream, reason, now_s) if reason else events
-
-    def _end(self, generation: Generation, stream: Stream, reason: FinishReason, now_s: float) -> list[Event]:
-        self._scheduler.finish(stream.sequence)
-        events = stream.end(reason)
-        if generation.close_one():
-            del self._generations[generation.request_id]
-            events.append(generation.finished(now_s))
-        return events
-
-
 def serve(connection: Connection, config: EngineConfig) -> None:
     """Load, answer Ready or Broken, and step until Stop."""
     _redirect_output(config.log_path)
+    faulthandler.enable()  # a crash in native code leaves its Python stack in the log
     sender = Sender(connection)
     sending = _start_thread("sender", sender.run)
     try:
@@ -267,6 +111,24 @@ def serve(connection: Connection, config: EngineConfig) -> None:
     except errors.LocalfastError as error:
         connection.send_bytes(messages.encode(messages.Broken(*errors.to_wire(error))))
         return
+    intake = Intake(connection, model, config, lambda events: sender.outbox.put(messages.Step.of(events)))
+    engine = _assemble(config, model, context, intake)
+    sender.outbox.put(messages.Ready(facts))
+    _start_thread("intake", intake.run)
+    StepLoop(engine, sender.outbox.put).run(intake.inbox)
+    engine.keeper.close()
+    context.close()
+    model.close()
+    sender.outbox.put(None)
+    sending.join()
+
+
+def _assemble(config: EngineConfig, model: Model, context: Context, intake: Intake) -> Engine:
+    cuttable = model.window == 0
+    states = RamStates(config.cache_ram_bytes, cuttable)
+    key = f"{config.cache_key} {ENGINE_VERSION} {config.kv_type}"
+    disk_bytes = config.cache_disk_bytes if config.cache_folder and config.cache_key else 0
+    disk = DiskStates(Path(config.cache_folder), key, disk_bytes, cuttable)
     scheduler = Scheduler(
         slots=config.slots,
         cells=min(context.cells, config.cells),
@@ -274,16 +136,11 @@ def serve(connection: Connection, config: EngineConfig) -> None:
         batch_tokens=config.batch_tokens,
         max_outputs=config.slots + messages.SPARE_OUTPUT_ROWS,
         window=model.window,
+        states=states,
     )
-    loop = StepLoop(model, context, scheduler, sender.outbox.put)
-    intake = Intake(connection, model, config, lambda events: sender.outbox.put(messages.Step.of(events)))
-    sender.outbox.put(messages.Ready(facts))
-    _start_thread("intake", intake.run)
-    loop.run(intake.inbox)
-    context.close()
-    model.close()
-    sender.outbox.put(None)
-    sending.join()
+    pace = Pace(config.max_stall_s, MIN_PROMPT_TOKENS, config.batch_tokens)
+    keeper = StateKeeper(context, states, disk, intake.inbox.put)
+    return Engine(model, context, scheduler, pace, keeper, config.speculation)
 
 
 def _load(config: EngineConfig) -> tuple[Model, Context, EngineFacts]:

@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from localfast.core import GenerateRequest
 from localfast.engine.client import Engine, EventStream, ProcessEngine
@@ -143,7 +144,7 @@ class ModelManager:
             hardware, facts, plan = await asyncio.to_thread(self.plan, model)
         for sentence in plan.sentences():
             log.info("%s: %s", public, sentence)
-        engine = await self._start_engine(self._config(public, model, plan), self.settings)
+        engine = await self._start_engine(self._config(public, model, plan, hardware), self.settings)
         log.info("%s is ready after %.1f s", public, engine.facts.load_s)
         template = ChatTemplate(facts.chat_template, facts.bos_token, facts.eos_token, facts.control_tokens)
         return LoadedModel(public, model, hardware, facts, plan, engine, template)
@@ -156,8 +157,9 @@ class ModelManager:
         facts = read_facts(model.path)
         return hardware, facts, make_plan(hardware, facts, wishes(self.settings))
 
-    def _config(self, public: str, model: InstalledModel, plan: Plan) -> EngineConfig:
-        self.settings.logs_dir.mkdir(parents=True, exist_ok=True)
+    def _config(self, public: str, model: InstalledModel, plan: Plan, hardware: Hardware) -> EngineConfig:
+        settings = self.settings
+        settings.logs_dir.mkdir(parents=True, exist_ok=True)
         return EngineConfig(
             model=public,
             path=str(model.path),
@@ -170,7 +172,13 @@ class ModelManager:
             threads=plan.threads,
             kv_type=plan.kv_type,
             use_mmap=plan.use_mmap,
-            log_path=str(self.settings.logs_dir / f"engine-{model.path.stem[:80]}-{uuid.uuid4().hex[:8]}.log"),
+            max_stall_s=settings.max_stall_ms / 1000,
+            speculation=settings.speculation,
+            cache_ram_bytes=min(settings.cache_ram_mib * 2**20, hardware.ram_available_bytes // 8),
+            cache_disk_bytes=settings.cache_disk_mib * 2**20,
+            cache_folder=str(settings.states_dir),
+            cache_key=model.sha256 or _identity(model.path),
+            log_path=str(settings.logs_dir / f"engine-{model.path.stem[:80]}-{uuid.uuid4().hex[:8]}.log"),
         )
 
     async def _make_place(self, public: str) -> None:
@@ -238,6 +246,12 @@ def wishes(settings: Settings) -> Wishes:
         kv_type=settings.kv_type,
         draft=settings.draft,
     )
+
+
+def _identity(path: Path) -> str:
+    """What tells one file of a user's own from another: hashing gigabytes at every start would take too long."""
+    status = path.stat()
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 def _log_failure(loading: asyncio.Task[LoadedModel]) -> None:
