@@ -9,6 +9,8 @@ from __future__ import annotations
 FALL = 0.2
 RISE = 0.5
 """Weight of a new measurement that is lower or higher than the average: a stall is worse than a small chunk."""
+ALONE = 2
+"""Without running streams a step may take so many times as long: larger chunks are faster, and only who comes next waits for it."""
 
 
 class Pace:
@@ -41,7 +43,8 @@ class Pace:
         """Most prompt tokens for the next step."""
         if not self.token_s:
             return min(self._ceiling, 4 * self._floor)
-        tokens = (self._max_stall_s - self.plain_s(decoders)) / self.token_s
+        patience_s = self._max_stall_s if decoders else ALONE * self._max_stall_s
+        tokens = (patience_s - self.plain_s(decoders)) / self.token_s
         return max(self._floor, min(self._ceiling, int(tokens)))
 
     def draft_cost(self, decoders: int) -> float:
