@@ -51,6 +51,7 @@ engine.sequence        : core engine.states
 engine.cells           :
 engine.queues          : core engine.sequence
 engine.pace            :
+engine.crowding        :
 engine.placement       : engine.cells engine.prefixes engine.sequence engine.states
 engine.scheduler       : core engine.placement engine.queues engine.sequence engine.states
 engine.speculation     :
@@ -58,9 +59,9 @@ engine.llama           : errors engine.messages engine.sequence
 engine.sampling        : core engine.llama
 engine.generation      : core engine.llama engine.sampling engine.sequence engine.speculation engine.text
 engine.keeping         : engine.disk engine.llama engine.messages engine.placement engine.scheduler engine.sequence engine.states
-engine.steps           : core errors engine.generation engine.keeping engine.llama engine.messages engine.pace
+engine.steps           : core errors engine.crowding engine.generation engine.keeping engine.llama engine.messages engine.pace
                          engine.scheduler engine.sequence
-engine.worker          : core errors engine.disk engine.keeping engine.llama engine.messages engine.pace
+engine.worker          : core errors engine.crowding engine.disk engine.keeping engine.llama engine.messages engine.pace
                          engine.scheduler engine.states engine.steps
 engine.devices         : engine.llama
 
@@ -139,6 +140,7 @@ PURE = (
     "engine.cells",
     "engine.queues",
     "engine.pace",
+    "engine.crowding",
     "engine.sequence",
     "engine.prefixes",
     "engine.states",

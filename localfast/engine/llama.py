@@ -155,7 +155,13 @@ class Context:
             raise LoadFailed(model=config.model, reason="there is not enough memory for its context")
         self.memory = bindings.llama_get_memory(self.handle)
         self.cells: int = bindings.llama_n_ctx(self.handle)
+        self._threads = config.threads
         self._batch = _BatchArrays(config.batch_tokens)
+
+    def set_threads(self, threads: int) -> None:
+        if threads != self._threads:
+            bindings.llama_set_n_threads(self.handle, threads, threads)
+            self._threads = threads
 
     def truncate(self, slot: int, length: int) -> None:
         bindings.llama_memory_seq_rm(self.memory, slot, length, -1)

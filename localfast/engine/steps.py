@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from localfast import errors
 from localfast.core import Event, Failed, FinishReason, GenerateRequest
 from localfast.engine import messages
+from localfast.engine.crowding import ThreadCount
 from localfast.engine.generation import Generation, Stream
 from localfast.engine.keeping import Fetched, StateKeeper
 from localfast.engine.llama import Context, Model
@@ -43,6 +44,7 @@ class Engine:
     scheduler: Scheduler
     pace: Pace
     keeper: StateKeeper
+    threads: ThreadCount
     speculation: bool
 
 
@@ -53,6 +55,7 @@ class StepLoop:
         self._scheduler = engine.scheduler
         self._pace = engine.pace
         self._keeper = engine.keeper
+        self._threads = engine.threads
         self._speculation = engine.speculation and engine.scheduler.window != 1  # a recurrent state cannot take tokens back
         self._put = put
         self._generations: dict[int, Generation] = {}
@@ -91,11 +94,11 @@ class StepLoop:
             events = self._drain(inbox)
             started_s = time.perf_counter()
             events += self._step()
-            if events or self._decode_calls > calls:  # a step without events still tells how far a prompt is
-                self._put(messages.Step.of(events, self.stats))
             if self._decode_calls > calls:
                 self._keeper.note_step()
                 self._step_s += time.perf_counter() - started_s
+            if events or self._decode_calls > calls:  # a step without events still tells how far a prompt is
+                self._put(messages.Step.of(events, self.stats))
         self._put(messages.Step.of(self._fail_all(errors.ShuttingDown()), self.stats))
         self._keeper.keep_idle(self._scheduler.slots)
 
@@ -199,12 +202,14 @@ class StepLoop:
         now_s = time.monotonic()
         for chunk in batch.chunks:
             self._generations[chunk.sequence.request_id].mark_admitted(now_s)
-        started_s = time.perf_counter()
+        self._context.set_threads(self._threads.now)
+        started_s, cpu_started_s = time.perf_counter(), time.process_time()
         if not self._context.decode(batch.chunks):
             if not scheduler.no_room():
                 raise RuntimeError("the KV cache has no room for a single sequence")
             return events
         decode_s = time.perf_counter() - started_s
+        self._threads.observe(decode_s, time.process_time() - cpu_started_s)
         self._pace.observe(batch.decoders, batch.token_count - batch.decoders, decode_s)
         self._decode_s += decode_s
         self._decode_calls += 1

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from localfast import errors
 from localfast.core import Accepted, Event, Failed, GenerateRequest
 from localfast.engine import messages
+from localfast.engine.crowding import ThreadCount
 from localfast.engine.disk import DiskStates
 from localfast.engine.keeping import StateKeeper
 from localfast.engine.llama import ENGINE_VERSION, Context, Model, NativeLog
@@ -140,7 +141,9 @@ def _assemble(config: EngineConfig, model: Model, context: Context, intake: Inta
     )
     pace = Pace(config.max_stall_s, MIN_PROMPT_TOKENS, config.batch_tokens)
     keeper = StateKeeper(context, states, disk, intake.inbox.put)
-    return Engine(model, context, scheduler, pace, keeper, config.speculation)
+    # With layers on a GPU the CPU's threads wait for that, which looks like a lack of cores: then all stay.
+    threads = ThreadCount(config.threads, patient=config.gpu_layers > 0)
+    return Engine(model, context, scheduler, pace, keeper, threads, config.speculation)
 
 
 def _load(config: EngineConfig) -> tuple[Model, Context, EngineFacts]:
