@@ -7,10 +7,11 @@ of that, somebody else has.
 
 from __future__ import annotations
 
-WINDOW_S = 0.2
+WINDOW_S = 0.5
 """Times are summed for so long before anything is concluded."""
-ENOUGH = 0.85
-"""Share of the wall time that each thread must get for its core to count as free."""
+ENOUGH = 0.7
+"""Share of the wall time that each thread must get. A competitor for one of two cores leaves 0.67; a short one, or a virtual machine
+that is held up for a moment, is no reason to compute with less."""
 RETRY_S = 2.0
 MAX_RETRY_S = 30.0
 """After so long with fewer threads all are tried again; twice as long after each try that fails."""

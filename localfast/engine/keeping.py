@@ -23,6 +23,8 @@ from localfast.engine.states import RamStates, Saved
 
 IDLE_S = 2.0
 """An engine without work for so long writes its conversations to disk: a crash loses no more than the newest turns."""
+MAX_WRITES = 16
+"""States that wait for the disk are in RAM beyond its limit: on a slow disk the next ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class StateKeeper:
                 self._to_disk(Saved(tuple(slot.held), self._context.read_state(slot.id)))
 
     def _to_disk(self, saved: Saved) -> None:
-        if self._disk.limit_bytes:
+        if self._disk.limit_bytes and self._writes.qsize() < MAX_WRITES:
             self._writes.put(saved)
 
     def close(self) -> None:

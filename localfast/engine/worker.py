@@ -7,6 +7,7 @@ sender encodes and writes. They share two queues and nothing else. When the pipe
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 import threading
@@ -116,6 +117,9 @@ def serve(connection: Connection, config: EngineConfig) -> None:
     engine = _assemble(config, model, context, intake)
     sender.outbox.put(messages.Ready(facts))
     _start_thread("intake", intake.run)
+    # What is loaded stays: the collector need not look through it again in the middle of a step.
+    gc.collect()
+    gc.freeze()
     StepLoop(engine, sender.outbox.put).run(intake.inbox)
     engine.keeper.close()
     context.close()
