@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from localfast.engine.messages import SPARE_OUTPUT_ROWS
 from localfast.footprint import MIB, RAM, Shape, footprint, layer_places
 from localfast.hardware import Device, EngineBuild, Hardware
 from localfast.models.gguf import LayerFacts, ModelFacts, read_facts
@@ -302,11 +303,13 @@ def test_plan_predicts_the_starter_models_real_memory(starter_path: Path) -> Non
         "b.llama_backend_init()\n"
         "model = b.llama_model_load_from_file(sys.argv[1].encode(), b.llama_model_default_params())\n"
         "p = b.llama_context_default_params()\n"
-        "p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max, p.n_outputs_max = 4096, 128, 128, 4, 20\n"
+        "p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max, p.n_outputs_max = 4096, 128, 128, 4, 4 + int(sys.argv[2])\n"
         "p.kv_unified, p.swa_full, p.flash_attn_type = True, False, b.LLAMA_FLASH_ATTN_TYPE_AUTO\n"
         "b.llama_free(b.llama_init_from_model(model, p))\n"
     )
-    log = subprocess.run([sys.executable, "-c", script, str(starter_path)], capture_output=True, text=True, check=True).stdout
+    log = subprocess.run(
+        [sys.executable, "-c", script, str(starter_path), str(SPARE_OUTPUT_ROWS)], capture_output=True, text=True, check=True
+    ).stdout
     real = {use: float(size) for use, size in re.findall(r"(model|KV|compute) buffer size =\s+([\d.]+) MiB", log)}
     parts = footprint(read_facts(starter_path), Shape(gpu_layers=0, cells=4096, slots=4, ubatch_tokens=128))
     planned = {part.label: part.size_bytes / MIB for part in parts}

@@ -1,8 +1,8 @@
 """How many threads to compute with while other programs want the cores too. Pure: it is told wall and CPU times.
 
-Threads of one step wait for each other at every operation. If one of them has no core, all others spin until it gets one, and a
-step takes ten times as long as with one thread less. Threads that have their cores use as much CPU time as passes; what is missing
-of that, somebody else has.
+Threads of one step wait for each other at every operation. If one of them has no core, all others spin until it gets one, and
+a step takes many times as long as with one thread less. Threads that have their cores use as much CPU time as passes; what is
+missing of that, somebody else has.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 WINDOW_S = 0.5
 """Times are summed for so long before anything is concluded."""
 ENOUGH = 0.7
-"""Share of the wall time that each thread must get. A competitor for one of two cores leaves 0.67; a short one, or a virtual machine
-that is held up for a moment, is no reason to compute with less."""
+"""Share of the wall time that each thread must get. A competitor for one of two cores leaves 0.67; a short one, or a virtual
+machine that is held up for a moment, is no reason to compute with less."""
 RETRY_S = 2.0
 MAX_RETRY_S = 30.0
 """After so long with fewer threads all are tried again; twice as long after each try that fails."""

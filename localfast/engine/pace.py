@@ -10,7 +10,7 @@ FALL = 0.2
 RISE = 0.5
 """Weight of a new measurement that is lower or higher than the average: a stall is worse than a small chunk."""
 ALONE = 4
-"""Without running streams a step may take so many times as long: larger chunks are faster, and only who comes next waits for it."""
+"""Without running streams a step may take so many times as long: larger chunks are faster, and only who comes next waits."""
 
 
 class Pace:

@@ -147,7 +147,9 @@ def _assemble(config: EngineConfig, model: Model, context: Context, intake: Inta
     keeper = StateKeeper(context, states, disk, intake.inbox.put)
     # With layers on a GPU the CPU's threads wait for that, which looks like a lack of cores: then all stay.
     threads = ThreadCount(config.threads, patient=config.gpu_layers > 0)
-    return Engine(model, context, scheduler, pace, keeper, threads, config.speculation)
+    # A batch that is computed in parts may take window cells just behind guesses that turn out wrong.
+    speculation = config.speculation and (model.window == 0 or config.batch_tokens <= config.ubatch_tokens)
+    return Engine(model, context, scheduler, pace, keeper, threads, speculation)
 
 
 def _load(config: EngineConfig) -> tuple[Model, Context, EngineFacts]:

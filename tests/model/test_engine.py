@@ -354,13 +354,18 @@ def test_engine_that_is_not_ready_in_time_is_ended(config: EngineConfig) -> None
     asyncio.run(run())
 
 
-EDIT = "def total(items):\n    result = 0\n    for item in items:\n        result = result + item.price * item.count\n    return result\n"
+EDIT = """def total(items):
+    result = 0
+    for item in items:
+        result = result + item.price * item.count
+    return result
+"""
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.7, seed=7)])
 def test_engine_guesses_change_nothing_but_the_number_of_steps(config: EngineConfig, sampling: Sampling) -> None:
-    """With a cache type whose sums hardly depend on the shape of the batch: f16 is added up in f16 on a CPU, and near ties may flip,
-    as they do beside any other request."""
+    """With a cache type whose sums hardly depend on the shape of the batch: f16 is added up in f16 on a CPU, and near ties may
+    flip, as they do beside any other request."""
     requests = [ask(f"{EDIT}\n{EDIT}\n{EDIT[:number]}", 90, sampling=sampling, ignore_eos=True) for number in (30, 60, 90)]
     texts: dict[bool, list[str]] = {}
     steps: dict[bool, int] = {}
