@@ -23,9 +23,6 @@ class Cells:
         self._runs: list[list[Run]] = [[] for _ in range(slots)]
         self.used = 0
 
-    def length(self, slot: int) -> int:
-        return sum(run.length for run in self._runs[slot])
-
     def grow(self, slot: int, count: int) -> None:
         """`count` new cells at the slot's end."""
         runs = self._runs[slot]

@@ -56,7 +56,7 @@ class StepLoop:
         self._pace = engine.pace
         self._keeper = engine.keeper
         self._threads = engine.threads
-        self._speculation = engine.speculation and engine.scheduler.window != 1  # a recurrent state cannot take tokens back
+        self._speculation = engine.speculation
         self._put = put
         self._generations: dict[int, Generation] = {}
         self._timed: set[int] = set()  # requests with a time for their first token

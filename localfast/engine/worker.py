@@ -147,8 +147,10 @@ def _assemble(config: EngineConfig, model: Model, context: Context, intake: Inta
     keeper = StateKeeper(context, states, disk, intake.inbox.put)
     # With layers on a GPU the CPU's threads wait for that, which looks like a lack of cores: then all stay.
     threads = ThreadCount(config.threads, patient=config.gpu_layers > 0)
-    # A batch that is computed in parts may take window cells just behind guesses that turn out wrong.
-    speculation = config.speculation and (model.window == 0 or config.batch_tokens <= config.ubatch_tokens)
+    # A recurrent state cannot take tokens back, and a batch that is computed in parts may take the cells of a sliding window just
+    # behind guesses that turn out wrong.
+    safe = model.window == 0 or (model.window > 1 and config.batch_tokens <= config.ubatch_tokens)
+    speculation = config.speculation and safe
     return Engine(model, context, scheduler, pace, keeper, threads, speculation)
 
 
