@@ -152,7 +152,7 @@ def _ram(hardware: Hardware) -> Finding:
 
 def _folder(settings: Settings) -> list[Finding]:
     """Models folder: can it be written, and is there room for a model."""
-    folder = settings.models_dir
+    folder = settings.store_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

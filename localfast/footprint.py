@@ -36,6 +36,8 @@ class Shape:
     slots: int
     ubatch_tokens: int
     kv_type: str = "f16"
+    cpu_experts: int = 0
+    """Leading layers whose experts stay in RAM although the layer is on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)

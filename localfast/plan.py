@@ -33,7 +33,7 @@ class Wishes:
     slots: int = 0
     threads: int = 0
     batch: int = 0
-    kv_type: str = "f16"
+    kv_type: str = "auto"
     draft: str = ""
 
 
@@ -184,8 +184,12 @@ def _choice(facts: ModelFacts, wishes: Wishes, shape: Shape, context_tokens: int
     ubatch = min(batch, MAX_UBATCH_TOKENS)
     if not facts.causal:  # a text that is read both ways must be in one batch
         batch = ubatch = max(batch, context_tokens)
-    shape = replace(shape, cells=cells, ubatch_tokens=ubatch, kv_type=wishes.kv_type)
+    shape = replace(shape, cells=cells, ubatch_tokens=ubatch, kv_type=_kv_type(wishes))
     return _Choice(shape, context_tokens, max(batch, shape.slots))
+
+
+def _kv_type(wishes: Wishes) -> str:
+    return "f16" if wishes.kv_type == "auto" else wishes.kv_type
 
 
 def _contexts(facts: ModelFacts, wishes: Wishes) -> tuple[int, ...]:
@@ -326,7 +330,7 @@ def _warnings(
         )
     if wishes.batch and choice.batch_tokens > wishes.batch:
         warnings.append(f"batch={wishes.batch} is too small for this model and its slots: {choice.batch_tokens} is used")
-    if KV_TYPE_BYTES[wishes.kv_type] < 2 and any(layer.key_width % 32 or layer.value_width % 32 for layer in facts.per_layer):
+    if KV_TYPE_BYTES[_kv_type(wishes)] < 2 and any(layer.key_width % 32 or layer.value_width % 32 for layer in facts.per_layer):
         warnings.append(f"kv_type={wishes.kv_type} needs heads in multiples of 32; this model may not load with it")
     return tuple(warnings)
 

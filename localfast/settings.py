@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +20,15 @@ import platformdirs
 
 from localfast.errors import InvalidSetting
 
+KV_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
+LIMIT = re.compile(r"|0?\.\d+|1(\.0+)?|\d+(\.\d+)? ?[KMGT]i?B", re.IGNORECASE)
+"""A share of the device such as 0.9, or a size such as 6GB or 512MiB; empty: no limit."""
 
-def option(default: Any, help: str, group: str, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
-    """A row of the table: its type is the field's annotation; `minimum` and `choices` are checked whatever the source."""
-    return field(default=default, metadata={"help": help, "group": group, "choices": choices, "minimum": minimum})
+
+def option(default: Any, help: str, group: str, **checks: Any) -> Any:
+    """A row of the table: its type is the field's annotation; `choices`, `minimum` and `pattern` hold whatever the source."""
+    nothing = {"choices": (), "minimum": None, "pattern": None}
+    return field(default=default, metadata={"help": help, "group": group, **nothing, **checks})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +47,27 @@ class Settings:
 
     quant: str = option("", "quantization to use, such as Q4_K_M; empty: the installed or recommended one", "engine")
     gpu_layers: int = option(-1, "layers on the GPU; -1: as many as fit", "engine", minimum=-1)
+    cpu_experts: int = option(-1, "layers whose experts stay in RAM; -1: the plan decides", "engine", minimum=-1)
+    split: tuple[str, ...] = option((), "shares of the layers for several GPUs, such as 3,1; empty: the plan decides", "engine")
+    vram_limit: str = option("", "most memory of each GPU, as 0.9 or 6GB; empty: what is free", "engine", pattern=LIMIT)
+    ram_limit: str = option("", "most RAM for models, as 0.5 or 12GB; empty: what is free", "engine", pattern=LIMIT)
+    model_limit: str = option("", "most memory of one model, all devices together, as 8GB", "engine", pattern=LIMIT)
     ctx: int = option(0, "longest context of one request in tokens; 0: the plan decides", "engine", minimum=0)
     cells: int = option(0, "size of the KV cache in tokens, all requests together; 0: the plan decides", "engine", minimum=0)
     slots: int = option(0, "requests that generate at the same time; 0: the plan decides", "engine", minimum=0)
     threads: int = option(0, "CPU threads; 0: one per physical core this process may use", "engine", minimum=0)
     batch: int = option(0, "most tokens in one step; 0: 512 on a GPU, 128 on a CPU", "engine", minimum=0)
-    kv_type: str = option("f16", "type of the KV cache", "engine", choices=("f16", "bf16", "q8_0", "q4_0"))
+    kv_type: str = option(
+        "auto", "type of the KV cache; auto: f16, or q8_0 where that saves a step down in quant", "engine", choices=KV_TYPES
+    )
     max_stall_ms: int = option(250, "longest that a running stream waits for other requests' prompts", "engine", minimum=1)
     speculation: bool = option(True, "guess ahead where a text repeats itself; the answer stays the same", "engine")
     draft: str = option("", "draft model for speculation (reserved: it is named in the plan and not used yet)", "engine")
     alias: str = option("", "name that clients use for the served model", "engine")
-    max_loaded_models: int = option(2, "models kept loaded; the idle one unused for longest goes first", "engine", minimum=1)
+    engine: str = option("auto", "engine build to use, as 'localfast engine list' names it; auto: the best that works", "engine")
+    hardware: str = option("", "JSON file that stands in for this machine ('localfast doctor --export')", "engine")
+    max_loaded_models: int = option(4, "models kept loaded; the idle one unused for longest goes", "engine", minimum=1)
+    keep_alive_s: float = option(1800.0, "seconds an idle model stays loaded; -1: for ever", "engine", minimum=-1)
     load_timeout_s: float = option(300.0, "seconds a model may take to load", "engine", minimum=1)
 
     cache_ram_mib: int = option(
@@ -60,6 +76,8 @@ class Settings:
     cache_disk_mib: int = option(
         4096, "disk for conversations that outlive the engine, readable by you only; 0: none is written", "storage", minimum=0
     )
+    models_dir: tuple[str, ...] = option((), "more folders with GGUF files, used where they lie", "storage")
+    reuse: bool = option(True, "use models that other programs have on this disk (Hugging Face, LM Studio, Ollama)", "storage")
     home: str = option("", "folder for models, config and logs; empty: the platform's own folders", "storage")
     offline: bool = option(False, "never touch the network", "storage")
     hf_endpoint: str = option("https://huggingface.co", "Hugging Face hub, or a mirror of it", "storage")
@@ -76,8 +94,19 @@ class Settings:
         return self._folder("config") / "config.toml"
 
     @property
-    def models_dir(self) -> Path:
+    def store_dir(self) -> Path:
+        """Where models are kept that localfast fetched."""
         return self._folder("cache") / "models"
+
+    @property
+    def engines_dir(self) -> Path:
+        """Where engine builds are installed, and what was learned about them."""
+        return self._folder("data") / "engines"
+
+    @property
+    def facts_dir(self) -> Path:
+        """Small files that save work: measured memory, headers, what a load really took. May be deleted."""
+        return self._folder("cache") / "facts"
 
     @property
     def states_dir(self) -> Path:
@@ -161,11 +190,13 @@ def _convert(name: str, value: Any, source: str) -> Any:
         converted = _CONVERTERS[str(row.type)](value)
     except (TypeError, ValueError):
         raise refuse(f"is not {_TYPE_WORDS[str(row.type)]}") from None
-    choices, minimum = row.metadata["choices"], row.metadata["minimum"]
+    choices, minimum, pattern = (row.metadata[check] for check in ("choices", "minimum", "pattern"))
     if choices and converted not in choices:
         raise refuse(f"is none of {', '.join(choices)}")
     if minimum is not None and converted < minimum:
         raise refuse(f"is less than {minimum}")
+    if pattern and not pattern.fullmatch(converted):
+        raise refuse("is neither a share such as 0.9 nor a size such as 6GB")
     return converted
 
 

@@ -21,7 +21,12 @@ MAX_POSITIONAL = 5
 # module: what it may import of ours. `x.*` is every module of x; everybody may import `localfast` itself (the version).
 # Nobody imports what stands below.
 IMPORTS = """
-errors                 :
+errors.base            :
+errors.requests        : errors.base
+errors.models          : errors.base
+errors.engines         : errors.base
+errors.machine         : errors.base
+errors                 : errors.*
 core                   : errors
 engine.messages        : core errors
 
@@ -65,7 +70,8 @@ engine.worker          : core errors engine.crowding engine.disk engine.keeping 
                          engine.scheduler engine.states engine.steps
 engine.devices         : engine.llama
 
-engine.entry           : errors engine.messages engine.worker
+engine.home            :
+engine.entry           : errors engine.home engine.messages engine.worker
 engine.supervisor      : errors engine.messages engine.entry
 engine.client          : core errors engine.messages engine.supervisor
 
@@ -131,6 +137,7 @@ ENVIRONMENT_READERS = {"settings"}
 PURE = (
     "core",
     "errors",
+    "errors.*",
     "plan",
     "footprint",
     "classes",

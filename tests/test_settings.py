@@ -111,7 +111,7 @@ def test_config_value_is_converted_to_the_type_of_its_row(tmp_path: Path, line: 
         ("offline", "perhaps", "is not true or false"),
         ("port", "-1", "is less than 0"),
         ("heartbeat_s", "0", "is less than 0.1"),
-        ("kv_type", "f17", "is none of f16, bf16, q8_0, q4_0"),
+        ("kv_type", "f17", "is none of auto, f16, bf16, q8_0, q4_0"),
     ],
 )
 def test_wrong_value_is_refused_with_its_source(name: str, text: str, reason: str) -> None:
@@ -166,7 +166,7 @@ def test_unused_wrong_config_value_does_not_stop_a_flag(tmp_path: Path) -> None:
 
 def test_home_moves_everything(tmp_path: Path) -> None:
     settings = load_settings(environ={"LOCALFAST_HOME": str(tmp_path)})
-    for path in (settings.config_path, settings.models_dir, settings.logs_dir):
+    for path in (settings.config_path, settings.store_dir, settings.logs_dir):
         assert path.is_relative_to(tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_home_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     settings = Settings(home="~/models")
-    for path in (settings.config_path, settings.models_dir, settings.logs_dir):
+    for path in (settings.config_path, settings.store_dir, settings.logs_dir):
         assert path.is_relative_to(tmp_path / "models")
 
 
@@ -185,8 +185,8 @@ def test_home_from_a_flag_decides_which_config_is_read(tmp_path: Path) -> None:
 
 def test_without_home_the_platform_folders_are_used() -> None:
     settings = Settings()
-    assert settings.config_path.name == "config.toml" and settings.models_dir.name == "models"
-    assert all("localfast" in str(path) for path in (settings.config_path, settings.models_dir, settings.logs_dir))
+    assert settings.config_path.name == "config.toml" and settings.store_dir.name == "models"
+    assert all("localfast" in str(path) for path in (settings.config_path, settings.store_dir, settings.logs_dir))
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 
 from localfast import errors
 from localfast.engine import messages
+from localfast.engine.home import use
 
 
 def main(connection: Connection) -> None:
@@ -15,6 +16,7 @@ def main(connection: Connection) -> None:
     frame = messages.decode_to_engine(connection.recv_bytes())
     assert isinstance(frame, messages.Load)
     try:
+        use(frame.config.engine_path)
         from localfast.engine import worker
     except (ImportError, OSError, RuntimeError) as error:  # not installed, or one of its shared libraries is missing
         broken = errors.EngineMissing(reason=str(error))

@@ -36,6 +36,15 @@ class EngineConfig:
     threads: int
     kv_type: str
     use_mmap: bool = True
+    cpu_experts: int = 0
+    """Leading layers whose experts stay in RAM although the layer is on a GPU."""
+    split: tuple[float, ...] = ()
+    """Share of the offloaded layers of each GPU, in the engine's order; empty: by free memory."""
+    engine_path: str = ""
+    """Folder of the engine build; empty: the one in this Python environment."""
+    draft_path: str = ""
+    """First file of a smaller model with the same tokenizer that guesses ahead; empty: none."""
+    draft_gpu_layers: int = 0
     max_stall_s: float = 0.25
     """How long a running stream may wait for other requests' prompts."""
     speculation: bool = True

@@ -3,7 +3,7 @@
 Owns models.toml's meaning and the layout of the models folder. Never touches the network (`models.hub` does) and never joins
 a name that came from outside to a path: names are matched, paths are made of checked parts only.
 
-Layout: `<models_dir>/<name>/<quant>/` holds the GGUF file(s) and `model.json`; a repository's `org/repo` becomes `org--repo`,
+Layout: `<store_dir>/<name>/<quant>/` holds the GGUF file(s) and `model.json`; a repository's `org/repo` becomes `org--repo`,
 lower case. `.partial/` holds what is being made or thrown away, `.locks/` one lock per model and quant.
 """
 
@@ -298,7 +298,7 @@ class Store:
     """The models folder of these settings. Reads the disk at each call; several processes may use it at once."""
 
     def __init__(self, settings: Settings) -> None:
-        self.root = settings.models_dir
+        self.root = settings.store_dir
 
     def installed(self) -> list[InstalledModel]:
         """Every whole model, by name, newest first within a name. Damaged and half-made folders are left out."""

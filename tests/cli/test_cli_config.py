@@ -107,7 +107,7 @@ def test_config_set_appends_after_a_last_line_without_end(file: Path) -> None:
     [
         ("port", "many", "is not a whole number"),
         ("port", "-1", "is less than 0"),
-        ("kv_type", "q5", "is none of f16"),
+        ("kv_type", "q5", "is none of auto, f16"),
         ("prot", "1", "is not for a setting"),
         ("home", "/x", "is not for a setting"),
     ],

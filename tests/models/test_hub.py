@@ -34,7 +34,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_nothing_left(settings: Settings) -> None:
     assert Store(settings).installed() == []
-    assert [path for path in settings.models_dir.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
+    assert [path for path in settings.store_dir.rglob("*") if path.is_file() and path.suffix != ".lock"] == []
 
 
 # --- from a repository --------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_pull_puts_the_checked_file_and_its_record_into_the_store(settings: Sett
     assert model.sha256 == hashlib.sha256(TINY).hexdigest()
     assert seen[0] == (0, len(TINY)) and seen[-1] == (len(TINY), len(TINY))
     assert Store(settings).installed() == [model]
-    assert not list(settings.models_dir.glob(".partial/*"))
+    assert not list(settings.store_dir.glob(".partial/*"))
 
 
 def test_pull_again_asks_nobody_and_works_offline(settings: Settings, fake_hub: FakeHub) -> None:
@@ -193,7 +193,7 @@ def test_pull_of_a_path_uses_it_in_place(settings: Settings, tmp_path: Path) -> 
     model = pull(str(path), settings)
     assert (model.path, model.quant, model.removable) == (path, "Q8_0", False)
     assert describe(str(path), settings).size_bytes == len(TINY)
-    assert not settings.models_dir.exists()
+    assert not settings.store_dir.exists()
 
 
 # --- which file ---------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from localfast.settings import Settings, load_settings
 def install(settings: Settings, *names: str) -> None:
     for name in names:
         model = name.partition(":")
-        folder = settings.models_dir / ".partial" / name.replace(":", "-")
+        folder = settings.store_dir / ".partial" / name.replace(":", "-")
         path = tiny_model(folder, "model")
         record = InstalledModel(
             name=model[0],
