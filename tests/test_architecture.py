@@ -60,13 +60,14 @@ engine.crowding        :
 engine.placement       : engine.cells engine.prefixes engine.sequence engine.states
 engine.scheduler       : core engine.placement engine.queues engine.sequence engine.states
 engine.speculation     :
-engine.llama           : errors engine.messages engine.sequence
+engine.llama           : errors engine.messages
 engine.sampling        : core engine.llama
 engine.generation      : core engine.llama engine.sampling engine.sequence engine.speculation engine.text
 engine.keeping         : engine.disk engine.llama engine.messages engine.placement engine.scheduler engine.sequence engine.states
-engine.steps           : core errors engine.crowding engine.generation engine.keeping engine.llama engine.messages engine.pace
+engine.drafting        : errors engine.llama engine.messages engine.pace engine.prefixes engine.sequence
+engine.steps           : core errors engine.crowding engine.drafting engine.generation engine.keeping engine.llama engine.messages engine.pace
                          engine.scheduler engine.sequence
-engine.worker          : core errors engine.crowding engine.disk engine.keeping engine.llama engine.messages engine.pace
+engine.worker          : core errors engine.crowding engine.disk engine.drafting engine.keeping engine.llama engine.messages engine.pace
                          engine.scheduler engine.states engine.steps
 engine.devices         : engine.llama
 
@@ -110,6 +111,7 @@ CHILD = (
     "engine.sampling",
     "engine.generation",
     "engine.keeping",
+    "engine.drafting",
     "engine.steps",
     "engine.worker",
     "engine.devices",
@@ -119,7 +121,7 @@ CHILD = (
 FENCES = {
     "llama_cpp": "engine.llama",
     "llguidance": "engine.sampling",
-    "numpy": "engine.llama engine.sampling",
+    "numpy": "engine.llama engine.sampling engine.drafting",
     "multiprocessing": "engine.supervisor engine.worker engine.entry cli",
     "starlette": "app streaming admin guard cli.serve",
     "uvicorn": "cli.serve",

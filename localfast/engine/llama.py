@@ -10,6 +10,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import llama_cpp
 import llama_cpp.llama_cpp as bindings
@@ -17,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localfast.engine.messages import EngineConfig
-from localfast.engine.sequence import Chunk
 from localfast.errors import LoadFailed
 
-__all__ = ["ENGINE_VERSION", "Context", "FloatRow", "Model", "NativeLog", "bindings"]
+__all__ = ["ENGINE_VERSION", "Context", "FloatRow", "Model", "NativeLog", "bindings", "context_params", "model_params"]
 
 ENGINE_VERSION: str = llama_cpp.__version__
 KV_TYPES = {"f16": 1, "bf16": 30, "q8_0": bindings.GGML_TYPE_Q8_0, "q4_0": 2}
@@ -28,6 +28,21 @@ WINDOW_ONLY: int = bindings.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _BUFFER_LINE = re.compile(r"(\S+)\s+(model|KV|RS|compute|output) buffer size\s*=\s*([\d.]+) MiB")
 
 FloatRow = npt.NDArray[np.float32]
+
+
+class Fed(Protocol):
+    """Tokens of one slot in a batch, such as a scheduler's chunk; the last `outputs` of them yield logits."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def tokens(self) -> list[int]: ...
 
 
 class NativeLog:
@@ -51,16 +66,70 @@ class NativeLog:
                 self.buffers.append((device, use, int(float(mebibytes) * 2**20)))
 
 
+def model_params(config: EngineConfig, no_alloc: bool = False) -> Any:
+    """The native struct. It must outlive the model, which keeps its pointers. `no_alloc`: sizes are counted, nothing is loaded."""
+    params = bindings.llama_model_default_params()
+    params.n_gpu_layers = config.gpu_layers
+    params.split_mode = bindings.LLAMA_SPLIT_MODE_LAYER
+    params.main_gpu = 0
+    params.load_mode = bindings.LLAMA_LOAD_MODE_MMAP if config.use_mmap and not no_alloc else bindings.LLAMA_LOAD_MODE_NONE
+    params.use_extra_bufts = True
+    params.check_tensors = False
+    params.no_alloc = no_alloc
+    if any(share > 0 for share in config.split):
+        shares = (ctypes.c_float * max(len(config.split), bindings.llama_max_devices()))(*config.split)
+        params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+    if config.cpu_experts > 0:
+        layers = "|".join(map(str, range(config.cpu_experts)))
+        pattern = rf"blk\.({layers})\.ffn_(up|down|gate|gate_up)_exps".encode()
+        params.overrides = (_Override * 2)(_Override(pattern, _cpu_buffer_type()), _Override(None, None))
+        params.tensor_buft_overrides = ctypes.addressof(params.overrides)
+    return params
+
+
+def context_params(config: EngineConfig, max_outputs: int) -> Any:
+    """The native struct of a context in which at most `max_outputs` tokens of one batch yield logits."""
+    params = bindings.llama_context_default_params()
+    params.n_ctx = config.cells
+    params.n_batch = config.batch_tokens
+    params.n_ubatch = min(config.ubatch_tokens, config.batch_tokens)
+    params.n_seq_max = config.slots
+    params.n_outputs_max = max_outputs
+    params.n_threads = params.n_threads_batch = config.threads
+    params.flash_attn_type = bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
+    params.type_k = params.type_v = KV_TYPES[config.kv_type]
+    params.embeddings = False
+    params.offload_kqv = True
+    params.op_offload = True
+    params.no_perf = True
+    params.swa_full = False  # the default keeps all of a sliding window's past: 2 to 6 times the memory
+    params.kv_unified = True
+    return params
+
+
+class _Override(ctypes.Structure):
+    """`struct llama_model_tensor_buft_override` of llama.h: tensors whose name matches go to this kind of buffer."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+def _cpu_buffer_type() -> int:
+    libraries = [bindings._lib]
+    if sys.platform == "win32":  # there a symbol is not looked for in what a library itself imports
+        libraries.append(ctypes.CDLL(str(bindings._base_path / "ggml-base.dll"), winmode=0))
+    function = next(lib.ggml_backend_cpu_buffer_type for lib in libraries if hasattr(lib, "ggml_backend_cpu_buffer_type"))
+    function.restype = ctypes.c_void_p
+    return int(function())
+
+
 class Model:
     """Weights and vocabulary. Raises LoadFailed with the library's last error line when the file does not load."""
 
     def __init__(self, config: EngineConfig, log: NativeLog) -> None:
         self.log = log  # as long as the model lives the library may call it, and a collected callback is a crash
         bindings.llama_backend_init()
-        params = bindings.llama_model_default_params()
-        params.n_gpu_layers = config.gpu_layers
-        params.load_mode = bindings.LLAMA_LOAD_MODE_MMAP if config.use_mmap else bindings.LLAMA_LOAD_MODE_NONE
-        self.handle = bindings.llama_model_load_from_file(config.path.encode(), params)
+        self._params = model_params(config)  # the library goes on reading the arrays it points to
+        self.handle = bindings.llama_model_load_from_file(config.path.encode(), self._params)
         if not self.handle:
             raise LoadFailed(model=config.model, reason=log.last_error or "llama.cpp could not read the file")
         self.vocab = bindings.llama_model_get_vocab(self.handle)
@@ -135,22 +204,7 @@ class Context:
 
     def __init__(self, model: Model, config: EngineConfig, max_outputs: int) -> None:
         self.model = model
-        params = bindings.llama_context_default_params()
-        params.n_ctx = config.cells
-        params.n_batch = config.batch_tokens
-        params.n_ubatch = min(config.ubatch_tokens, config.batch_tokens)
-        params.n_seq_max = config.slots
-        params.n_outputs_max = max_outputs
-        params.n_threads = params.n_threads_batch = config.threads
-        params.flash_attn_type = bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
-        params.type_k = params.type_v = KV_TYPES[config.kv_type]
-        params.embeddings = False
-        params.offload_kqv = True
-        params.op_offload = True
-        params.no_perf = True
-        params.swa_full = False  # the default keeps all of a sliding window's past: 2 to 6 times the memory
-        params.kv_unified = True
-        self.handle = bindings.llama_init_from_model(model.handle, params)
+        self.handle = bindings.llama_init_from_model(model.handle, context_params(config, max_outputs))
         if not self.handle:
             raise LoadFailed(model=config.model, reason="there is not enough memory for its context")
         self.memory = bindings.llama_get_memory(self.handle)
@@ -190,7 +244,7 @@ class Context:
         self.truncate(slot, 0)
         return False
 
-    def decode(self, chunks: Sequence[Chunk]) -> bool:
+    def decode(self, chunks: Sequence[Fed]) -> bool:
         """Compute all chunks in one call. False: the cache has no room for them, and nothing changed.
 
         Raises RuntimeError when the library cannot compute (a lost device, an internal error): the process is then of no use.
@@ -253,7 +307,7 @@ class _BatchArrays:
     def _address(array: npt.NDArray[np.generic], kind: type) -> object:
         return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
 
-    def fill(self, chunks: Sequence[Chunk]) -> bindings.llama_batch:
+    def fill(self, chunks: Sequence[Fed]) -> bindings.llama_batch:
         end = 0
         for chunk in chunks:
             start, end = end, end + chunk.count

@@ -7,6 +7,9 @@ Pure: it must not know the engine, a clock or other sequences. The constants com
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import count, islice, repeat
+
 TRUST = (0.15, 0.6, 0.42, 0.72, 0.92, 0.98, 0.98)
 """Chance that the next token is what the earlier place has, by the bit length of how many tokens before it match. Below two, the
 place is one token behind where a longer match broke off: an exchanged word. A sequence starts with these and learns its own."""
@@ -15,6 +18,11 @@ RATE = 0.02
 MAX_CANDIDATES = 8
 LONGEST = 32
 """More matching tokens than that tell nothing new."""
+
+
+CONFIDENCE_RATE = 0.05
+SHORTEST_PAUSE, LONGEST_PAUSE = 16, 512
+"""Tokens without a draft model's guesses, once they do not pay."""
 
 
 class Speculator:
@@ -40,25 +48,9 @@ class Speculator:
         self._catch_up(tokens)
         if not self._source:
             return []
-        count = self._worth(cost, min(ceiling, len(tokens) - self._source))
-        return tokens[self._source : self._source + count]
-
-    def _worth(self, cost: float, most: int) -> int:
-        """How many guesses give the most tokens per time.
-
-        A step with k guesses yields 1 + p1 + p1 p2 + ... tokens and costs 1 + k cost. One more guess pays as long as its chance
-        per cost is better than what the step has reached without it.
-        """
-        chance = tokens = spent = 1.0
-        count = 0
-        while count < most:
-            chance *= self._trust[_level(self._matched + count)]
-            if chance * spent <= cost * tokens:
-                break
-            tokens += chance
-            spent += cost
-            count += 1
-        return count
+        chances = (self._trust[_level(matched)] for matched in count(self._matched))
+        most = _worth(chances, cost, min(ceiling, len(tokens) - self._source))
+        return tokens[self._source : self._source + most]
 
     def _catch_up(self, tokens: list[int]) -> None:
         for end in range(self._read + 1, len(tokens) + 1):
@@ -99,6 +91,47 @@ class Speculator:
                 break
         if not self._source or self._trust[_level(longest)] >= self._trust[0]:
             self._source, self._matched = source, longest
+
+
+class Confidence:
+    """How far one sequence believes a draft model, whose every guess costs time. Where guesses do not pay it rests, and tries
+    again after twice as many tokens each time."""
+
+    def __init__(self) -> None:
+        self._chance = 0.7
+        self._pause = self._resting = 0
+
+    def worth(self, cost: float, ceiling: int) -> int:
+        """How many guesses to ask for in this step; `cost` is that of making and verifying one, as `Speculator.draft` has it."""
+        if self._resting or ceiling < 1:
+            self._resting = max(0, self._resting - 1)
+            return 0
+        if most := _worth(repeat(self._chance), cost, ceiling):
+            self._pause = 0
+            return most
+        self._pause = self._resting = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, 2 * self._pause))
+        return 1
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Of so many guesses so many were right; those after the first wrong one tell nothing."""
+        for hit in [True] * accepted + [False] * (accepted < drafted):
+            self._chance += (hit - self._chance) * CONFIDENCE_RATE
+
+
+def _worth(chances: Iterable[float], cost: float, most: int) -> int:
+    """How many guesses give the most tokens per time, when each has such a chance if those before it are right.
+
+    A step with k guesses yields 1 + p1 + p1 p2 + ... tokens and costs 1 + k cost. One more guess pays as long as its chance per
+    cost is better than what the step has reached without it.
+    """
+    chance = tokens = spent = 1.0
+    for guesses, next_chance in enumerate(islice(chances, most)):
+        chance *= next_chance
+        if chance * spent <= cost * tokens:
+            return guesses
+        tokens += chance
+        spent += cost
+    return max(0, most)
 
 
 def _level(matched: int) -> int:

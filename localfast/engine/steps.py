@@ -12,6 +12,7 @@ from localfast import errors
 from localfast.core import Event, Failed, FinishReason, GenerateRequest
 from localfast.engine import messages
 from localfast.engine.crowding import ThreadCount
+from localfast.engine.drafting import Drafter
 from localfast.engine.generation import Generation, Stream
 from localfast.engine.keeping import Fetched, StateKeeper
 from localfast.engine.llama import Context, Model
@@ -46,6 +47,7 @@ class Engine:
     keeper: StateKeeper
     threads: ThreadCount
     speculation: bool
+    drafter: Drafter | None = None
 
 
 class StepLoop:
@@ -57,6 +59,7 @@ class StepLoop:
         self._keeper = engine.keeper
         self._threads = engine.threads
         self._speculation = engine.speculation
+        self._drafter = engine.drafter
         self._put = put
         self._generations: dict[int, Generation] = {}
         self._timed: set[int] = set()  # requests with a time for their first token
@@ -243,6 +246,20 @@ class StepLoop:
         ceiling = messages.SPARE_OUTPUT_ROWS // max(1, len(decoders))
         for sequence in decoders:
             sequence.draft = self._stream(sequence).speculator.draft(sequence.tokens, cost, ceiling) if ceiling else []
+        if self._drafter and ceiling:
+            self._ask_drafter(self._drafter, [sequence for sequence in decoders if not sequence.draft], cost, ceiling)
+
+    def _ask_drafter(self, drafter: Drafter, sequences: list[Sequence], cost: float, ceiling: int) -> None:
+        """A smaller model guesses where the text itself tells nothing."""
+        plain_s = self._pace.plain_s(len(sequences)) / max(1, len(sequences))
+        cost += drafter.token_s(len(sequences)) / plain_s if plain_s else 0.0
+        wanted = {}
+        for sequence in sequences:
+            most = min(ceiling, sequence.limit - len(sequence.tokens) - 1)
+            if count := self._stream(sequence).confidence.worth(cost, most):
+                wanted[sequence] = count
+        for sequence in drafter.draft(wanted, self._threads.now):
+            self._stream(sequence).asked_drafter = True
 
     def _harvest(self, batch: Batch) -> Outgoing:
         """Turn the rows of a computed batch into tokens, text and endings."""
@@ -293,6 +310,9 @@ class StepLoop:
             accepted += 1
             if reason:
                 break
+        if stream.asked_drafter:
+            stream.confidence.learn(max(1, len(draft)), accepted)  # a model that is not sure cost time for nothing too
+            stream.asked_drafter = False
         if draft:
             self._count_draft(generation, len(draft), accepted)
             self._scheduler.accept(sequence, accepted)

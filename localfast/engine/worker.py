@@ -23,6 +23,7 @@ from localfast.core import Accepted, Event, Failed, GenerateRequest
 from localfast.engine import messages
 from localfast.engine.crowding import ThreadCount
 from localfast.engine.disk import DiskStates
+from localfast.engine.drafting import Drafter, can_take_back
 from localfast.engine.keeping import StateKeeper
 from localfast.engine.llama import ENGINE_VERSION, Context, Model, NativeLog
 from localfast.engine.messages import EngineConfig, EngineFacts
@@ -109,12 +110,12 @@ def serve(connection: Connection, config: EngineConfig) -> None:
     sender = Sender(connection)
     sending = _start_thread("sender", sender.run)
     try:
-        model, context, facts = _load(config)
+        model, context, drafter, facts = _load(config)
     except errors.LocalfastError as error:
         connection.send_bytes(messages.encode(messages.Broken(*errors.to_wire(error))))
         return
     intake = Intake(connection, model, config, lambda events: sender.outbox.put(messages.Step.of(events)))
-    engine = _assemble(config, model, context, intake)
+    engine = _assemble(config, model, context, drafter, intake)
     sender.outbox.put(messages.Ready(facts))
     _start_thread("intake", intake.run)
     # What is loaded stays: the collector need not look through it again in the middle of a step.
@@ -122,13 +123,15 @@ def serve(connection: Connection, config: EngineConfig) -> None:
     gc.freeze()
     StepLoop(engine, sender.outbox.put).run(intake.inbox)
     engine.keeper.close()
+    if drafter:
+        drafter.close()
     context.close()
     model.close()
     sender.outbox.put(None)
     sending.join()
 
 
-def _assemble(config: EngineConfig, model: Model, context: Context, intake: Intake) -> Engine:
+def _assemble(config: EngineConfig, model: Model, context: Context, drafter: Drafter | None, intake: Intake) -> Engine:
     cuttable = model.window == 0
     states = RamStates(config.cache_ram_bytes, cuttable)
     key = f"{config.cache_key} {ENGINE_VERSION} {config.kv_type}"
@@ -147,19 +150,17 @@ def _assemble(config: EngineConfig, model: Model, context: Context, intake: Inta
     keeper = StateKeeper(context, states, disk, intake.inbox.put)
     # With layers on a GPU the CPU's threads wait for that, which looks like a lack of cores: then all stay.
     threads = ThreadCount(config.threads, patient=config.gpu_layers > 0)
-    # A recurrent state cannot take tokens back, and a batch that is computed in parts may take the cells of a sliding window just
-    # behind guesses that turn out wrong.
-    safe = model.window == 0 or (model.window > 1 and config.batch_tokens <= config.ubatch_tokens)
-    speculation = config.speculation and safe
-    return Engine(model, context, scheduler, pace, keeper, threads, speculation)
+    speculation = config.speculation and can_take_back(model, config)
+    return Engine(model, context, scheduler, pace, keeper, threads, speculation, drafter if speculation else None)
 
 
-def _load(config: EngineConfig) -> tuple[Model, Context, EngineFacts]:
+def _load(config: EngineConfig) -> tuple[Model, Context, Drafter | None, EngineFacts]:
     started_s = time.monotonic()
     log = NativeLog()
     model = Model(config, log)
     context = Context(model, config, config.slots + messages.SPARE_OUTPUT_ROWS)
     context.warm_up()
+    drafter = Drafter(model, config) if config.draft_path else None
     facts = EngineFacts(
         pid=os.getpid(),
         description=model.description,
@@ -175,7 +176,7 @@ def _load(config: EngineConfig) -> tuple[Model, Context, EngineFacts]:
         load_s=time.monotonic() - started_s,
         buffers=tuple(log.buffers),
     )
-    return model, context, facts
+    return model, context, drafter, facts
 
 
 def _start_thread(name: str, run: Callable[[], None]) -> threading.Thread:

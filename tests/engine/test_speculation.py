@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localfast.engine.speculation import Speculator
+from localfast.engine.speculation import Confidence, Speculator
 
 CPU_COST, GPU_COST = 0.55, 0.05
 texts = st.one_of(
@@ -133,3 +133,38 @@ def test_speculation_learns_where_a_repetition_always_breaks_off_and_finds_a_las
     assert speedup([], teasing) > 1, "drafting on and on behind the opening would cost 5 %"
     text = prose(400, 1)
     assert speedup([*text, *teasing], edited(text, every=40)) >= 1.3
+
+
+# --- how far a draft model is believed ----------------------------------------------------------------------------------------
+
+
+def asked(confidence: Confidence, cost: float, chance: float, tokens: int, seed: int = 1) -> list[int]:
+    """How many guesses were asked for at each of so many steps, when each is right with this chance."""
+    random, counts = Random(seed), []
+    for _ in range(tokens):
+        count = confidence.worth(cost, 16)
+        counts.append(count)
+        accepted = 0
+        while accepted < count and random.random() < chance:
+            accepted += 1
+        if count:
+            confidence.learn(count, accepted)
+    return counts
+
+
+def test_confidence_asks_for_more_where_guesses_are_right_and_cheap() -> None:
+    good, fair = (asked(Confidence(), 0.1, chance, 300)[-100:] for chance in (0.95, 0.6))
+    assert sum(good) > 2 * sum(fair) > 0
+    assert sum(asked(Confidence(), 0.02, 0.95, 300)[-100:]) > sum(good)
+
+
+def test_confidence_rests_where_guesses_do_not_pay_and_comes_back() -> None:
+    confidence = Confidence()
+    assert sum(asked(confidence, 0.3, 0.02, 3000)) < 120  # a few at first, then hardly any
+    assert asked(confidence, 0.3, 0.95, 6000)[-1] > 1
+
+
+def test_confidence_never_asks_where_a_guess_costs_more_than_a_token() -> None:
+    assert max(asked(Confidence(), 1.2, 1.0, 400)) <= 1
+    assert sum(asked(Confidence(), 1.2, 1.0, 400)) < 12
+    assert Confidence().worth(0.1, 0) == 0
