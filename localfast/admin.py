@@ -1,8 +1,12 @@
-"""What the server says of itself: alive, ready, metrics, models. None of it waits for an engine."""
+"""What the server says of itself: alive, ready, metrics, models, plans; and what its owner asks of it: load, unload.
+
+Only `load` and `unload` change anything, and they leave that to the manager.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -10,9 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from localfast import __version__
+from localfast.bodies import read_json
+from localfast.errors import InvalidRequest
 from localfast.metrics import Metrics
 from localfast.models.catalog import InstalledModel
-from localfast.models.manager import LoadedModel, ModelManager
+from localfast.models.manager import LoadedModel, ModelManager, Standing
+from localfast.plan.entries import plan_entry
+
+MAX_BODY_BYTES = 4096
+MAX_KEEP_ALIVE_S = 10**9
 
 
 class Admin:
@@ -30,7 +40,7 @@ class Admin:
     async def ready(self, request: Request) -> Response:
         """A model can answer: one is loaded, or one is installed and will be loaded by the first request."""
         loaded = [model.name for model in self._manager.loaded()]
-        served = [name for name, _ in self._manager.served()]
+        served = await asyncio.to_thread(self._manager.served)
         ready = bool(loaded) or (bool(served) and self._manager.pinned is None)
         content = {"status": "ready" if ready else "not ready", "loaded": loaded, "loading": self._manager.loading}
         return JSONResponse(content, status_code=200 if ready else 503)
@@ -41,20 +51,45 @@ class Admin:
     async def models(self, request: Request) -> Response:
         """GET /v1/models: what clients may ask for."""
         loaded = {model.name: model for model in self._manager.loaded()}
-        entries = [self._model_entry(name, model, loaded.get(name)) for name, model in self._manager.served()]
+        served = await asyncio.to_thread(self._manager.served)
+        entries = [self._model_entry(name, model, loaded.get(name)) for name, model in served]
         return JSONResponse({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME. Raises ModelNotFound."""
-        name, model = self._manager.resolve(request.path_params["name"])
+        name, model = await asyncio.to_thread(self._manager.resolve, request.path_params["name"])
         loaded = next((entry for entry in self._manager.loaded() if entry.name == name), None)
         return JSONResponse(self._model_entry(name, model, loaded))
 
     async def processes(self, request: Request) -> Response:
         """GET /v1/localfast/models: loaded models and what they are doing (`localfast ps`)."""
-        return JSONResponse(
-            {"models": [_process_entry(model) for model in self._manager.loaded()], "loading": self._manager.loading}
+        manager = self._manager
+        entries = [_process_entry(model, manager.standing(model.name)) for model in manager.loaded()]
+        return JSONResponse({"models": entries, "loading": manager.loading})
+
+    async def load(self, request: Request) -> Response:
+        """POST /v1/localfast/models/NAME/load: load it without a request; `keep_alive_s` says how long it stays."""
+        keep_alive_s = _flags(await read_json(request, MAX_BODY_BYTES, {}), "keep_alive_s")
+        number = (
+            isinstance(keep_alive_s, int | float) and not isinstance(keep_alive_s, bool) and abs(keep_alive_s) <= MAX_KEEP_ALIVE_S
         )
+        if keep_alive_s is not None and not number:
+            raise InvalidRequest(reason="'keep_alive_s' must be a number of seconds; -1: for ever", param="keep_alive_s")
+        async with self._manager.lease(request.path_params["name"], keep_alive_s) as model:
+            return JSONResponse(_process_entry(model, self._manager.standing(model.name)))
+
+    async def unload(self, request: Request) -> Response:
+        """POST /v1/localfast/models/NAME/unload. Raises ModelInUse unless `force`: then its requests get `drain_s` to end."""
+        force = _flags(await read_json(request, MAX_BODY_BYTES, {}), "force")
+        if not isinstance(force, bool | None):
+            raise InvalidRequest(reason="'force' must be true or false", param="force")
+        name, _ = await asyncio.to_thread(self._manager.resolve, request.path_params["name"])
+        return JSONResponse({"name": name, "unloaded": await self._manager.unload(name, bool(force))})
+
+    async def plan(self, request: Request) -> Response:
+        """GET /v1/localfast/plan?model=NAME: how it would be loaded now, beside the models that are. Raises ModelNotFound."""
+        model, plan = await self._manager.plan(request.query_params.get("model", ""))
+        return JSONResponse({"model": str(model), "path": str(model.path), **plan_entry(plan)})
 
     async def cache(self, request: Request) -> Response:
         """GET /v1/localfast/cache: what each loaded model keeps of prompts: slots of the KV cache, RAM, disk."""
@@ -80,7 +115,16 @@ class Admin:
         return entry | {"meta": meta}
 
 
-def _process_entry(model: LoadedModel) -> dict[str, Any]:
+def _flags(body: Any, known: str) -> Any:
+    """The one field that a small request may have; None when it is not there. Raises InvalidRequest."""
+    if not isinstance(body, dict):
+        raise InvalidRequest(reason="the body must be a JSON object")
+    if unknown := sorted(body.keys() - {known}):
+        raise InvalidRequest(reason=f"'{unknown[0][:40]}' is not known here; there is '{known}'", param=unknown[0][:40])
+    return body.get(known)
+
+
+def _process_entry(model: LoadedModel, standing: Standing) -> dict[str, Any]:
     facts, stats = model.engine.facts, model.engine.stats
     return {
         "name": model.name,
@@ -99,5 +143,12 @@ def _process_entry(model: LoadedModel) -> dict[str, Any]:
         "decode_calls": stats.decode_calls,
         "batched_tokens": stats.batched_tokens,
         "buffers": [{"device": device, "use": use, "size_bytes": size} for device, use, size in facts.buffers],
+        "memory": [
+            {"device": memory.device, "planned_bytes": memory.needed_bytes, "real_bytes": real_bytes}
+            for memory, real_bytes in zip(model.plan.memory, model.held, strict=False)
+        ],
+        "load_s": facts.load_s,
+        "steps": list(model.steps),
+        **asdict(standing),
         "plan": list(model.plan.sentences()),
     }

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,12 +20,14 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from localfast.admin import Admin
+from localfast.bodies import read_json
 from localfast.classes import classify
 from localfast.dialects import Call, openai, simple
-from localfast.errors import BodyTooLarge, InternalError, InvalidRequest, LocalfastError, MethodNotAllowed, RouteNotFound
+from localfast.errors import InternalError, LocalfastError, MethodNotAllowed, RouteNotFound
 from localfast.guard import LOCAL_ORIGINS, KeyCheck, OriginCheck
 from localfast.metrics import Metrics
 from localfast.models.manager import ModelManager
+from localfast.pulls import Fetch, Pulls, fetcher
 from localfast.settings import Settings
 from localfast.streaming import Answer
 
@@ -35,14 +36,16 @@ log = logging.getLogger("localfast")
 Parse = Callable[[Any], Call]
 
 
-def create_app(settings: Settings, manager: ModelManager) -> Starlette:
-    """The server for one manager; closing the application stops its engines."""
+def create_app(settings: Settings, manager: ModelManager, fetch: Fetch | None = None) -> Starlette:
+    """The server for one manager; closing the application stops its engines and downloads. `fetch` stands in for the hub."""
     metrics = Metrics(manager.stats)
+    pulls = Pulls(fetch or fetcher(settings), settings.max_body_bytes)
     admin = Admin(manager, metrics, int(time.time()))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        await pulls.close()
         await manager.close(settings.drain_s)
 
     def generation(path: str, parse: Parse) -> Route:
@@ -65,13 +68,7 @@ def create_app(settings: Settings, manager: ModelManager) -> Starlette:
             generation("/v1/completions", openai.parse_completion),
             generation("/generate", partial(simple.parse, stream=False)),
             generation("/generate_stream", partial(simple.parse, stream=True)),
-            Route("/v1/models", admin.models),
-            Route("/v1/models/{name:path}", admin.model),
-            Route("/v1/localfast/models", admin.processes),
-            Route("/v1/localfast/cache", admin.cache),
-            Route("/health", admin.health),
-            Route("/ready", admin.ready),
-            Route("/metrics", admin.metrics),
+            *_own_routes(admin, pulls),
         ],
         middleware=[
             Middleware(OriginCheck, settings=settings, error_response=answer_error),
@@ -90,22 +87,22 @@ def create_app(settings: Settings, manager: ModelManager) -> Starlette:
     )
 
 
-async def read_json(request: Request, limit_bytes: int) -> Any:
-    """The body, decoded. Raises BodyTooLarge before more than the limit is read, InvalidRequest for what is not JSON."""
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limit_bytes:
-        raise BodyTooLarge(limit_bytes=limit_bytes)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(limit_bytes=limit_bytes)
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(reason=f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise InvalidRequest(reason="the body is nested too deeply") from None
+def _own_routes(admin: Admin, pulls: Pulls) -> list[Route]:
+    return [
+        Route("/v1/models", admin.models),
+        Route("/v1/models/{name:path}", admin.model),
+        Route("/v1/localfast/models", admin.processes),
+        Route("/v1/localfast/models/{name:path}/load", admin.load, methods=["POST"]),
+        Route("/v1/localfast/models/{name:path}/unload", admin.unload, methods=["POST"]),
+        Route("/v1/localfast/plan", admin.plan),
+        Route("/v1/localfast/pull", pulls.list),
+        Route("/v1/localfast/pull", pulls.start, methods=["POST"]),
+        Route("/v1/localfast/pull", pulls.cancel, methods=["DELETE"]),
+        Route("/v1/localfast/cache", admin.cache),
+        Route("/health", admin.health),
+        Route("/ready", admin.ready),
+        Route("/metrics", admin.metrics),
+    ]
 
 
 def answer_error(scope: Scope, error: LocalfastError) -> Response:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -24,24 +24,45 @@ class MemoryLimit:
 
     total_bytes: int = UNLIMITED_BYTES
     available_bytes: int = UNLIMITED_BYTES
+    swap_bytes: int = UNLIMITED_BYTES
+    """Swap that is left to the tightest group."""
+    source: str = "none"
+    """Whose limit leaves the least: cgroup v1 or v2."""
 
 
 def memory_limit(filesystem: Path = _FILESYSTEM, own_groups: Path = _OWN_GROUPS) -> MemoryLimit:
     """The tightest memory limit between this process's group and the root."""
-    total = available = UNLIMITED_BYTES
+    result = MemoryLimit()
     for folder, version in _groups(filesystem, own_groups, "memory"):
-        limit_name, usage_name, cache_key = (
-            ("memory.max", "memory.current", "inactive_file")
+        # Above memory.high a group is slowed down until it hangs: as good as a limit.
+        names, usage_name, cache_key = (
+            (("memory.max", "memory.high"), "memory.current", "inactive_file")
             if version == 2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
         )
-        limit, usage = read_number(folder / limit_name), read_number(folder / usage_name)
-        if limit is None or limit >= UNLIMITED_BYTES:  # "max", and v1's largest page count, mean no limit
+        # "max", and v1's largest page count, mean no limit.
+        limit = min((read_number(folder / name) or UNLIMITED_BYTES for name in names), default=UNLIMITED_BYTES)
+        usage = read_number(folder / usage_name) or 0
+        result = replace(result, swap_bytes=min(result.swap_bytes, _swap_left(folder, version, limit, usage)))
+        if limit >= UNLIMITED_BYTES:
             continue
-        cache = _statistic(folder / "memory.stat", cache_key)
-        total = min(total, limit)
-        available = min(available, max(0, limit - max(0, (usage or 0) - cache)))
-    return MemoryLimit(total, available)
+        left = max(0, limit - max(0, usage - _statistic(folder / "memory.stat", cache_key)))
+        if left < result.available_bytes:
+            result = replace(result, available_bytes=left, source=f"cgroup v{version}")
+        result = replace(result, total_bytes=min(result.total_bytes, limit))
+    return result
+
+
+def _swap_left(folder: Path, version: int, limit_bytes: int, usage_bytes: int) -> int:
+    """v2 counts swap alone, v1 together with RAM."""
+    if version == 2:
+        allowed, used = read_number(folder / "memory.swap.max"), read_number(folder / "memory.swap.current") or 0
+        return UNLIMITED_BYTES if allowed is None else max(0, allowed - used)
+    both = read_number(folder / "memory.memsw.limit_in_bytes")
+    if both is None or both >= UNLIMITED_BYTES or limit_bytes >= UNLIMITED_BYTES:
+        return UNLIMITED_BYTES
+    both_used = read_number(folder / "memory.memsw.usage_in_bytes") or 0
+    return max(0, both - limit_bytes - max(0, both_used - usage_bytes))
 
 
 def cpu_quota(filesystem: Path = _FILESYSTEM, own_groups: Path = _OWN_GROUPS) -> float | None:

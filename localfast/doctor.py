@@ -11,23 +11,21 @@ import ipaddress
 import platform
 import shutil
 import socket
-import sys
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from localfast.errors import EngineMissing
-from localfast.hardware import Hardware
+from localfast.hardware import PCI_SOURCE, Device, Hardware
 from localfast.settings import Settings
 
 Level = Literal["ok", "warning", "problem"]
 LOW_DISK_BYTES = 10 * 2**30
 LOW_RAM_BYTES = 2 * 2**30
-WHEEL_INDEX = "https://abetlen.github.io/llama-cpp-python/whl"
-"""Prebuilt engines by kind (cpu, cu124, vulkan, ...), kept by llama-cpp-python itself."""
+INSTALL = "localfast engine install"
+_SHOWN_TO_CONTAINER = "start it with --gpus all"
 _NOT_PERMITTED = "a process that this user may not see"
 
 
@@ -59,23 +57,6 @@ def port_owner(host: str, port: int) -> str | None:
     return _NOT_PERMITTED if owners or _answers(host, port) else None
 
 
-def wheel_variant(hardware: Hardware) -> str:
-    """Which prebuilt engine suits this machine's GPU and driver: a CUDA build that both can run, otherwise Vulkan."""
-    capability, linux = hardware.compute_capability, hardware.system == "linux"
-    driver = int(hardware.driver_version.partition(".")[0]) if hardware.driver_version[:1].isdecimal() else 0
-    if capability < (6, 0) or driver < 525:
-        return "vulkan"
-    if capability >= (10, 0):
-        return "cu130" if driver >= 580 else "cu125"
-    if capability >= (7, 5) and driver >= 580:
-        return "cu130"
-    if driver >= 550:
-        return "cu124"
-    if linux:
-        return "cu121"
-    return "cu118" if capability <= (8, 9) else "vulkan"
-
-
 # --- findings -----------------------------------------------------------------------------------------------------------------
 
 
@@ -89,64 +70,84 @@ def _engine(hardware: Hardware) -> list[Finding]:
         why = "; ".join(note for note in hardware.notes if "engine" in note) or "the engine was not asked"
         return [Finding("engine", "problem", why, "start it by hand to see more: python -m localfast.engine.devices")]
     if not engine.installed:
-        return [Finding("engine", "problem", "llama-cpp-python is not installed", EngineMissing().hint)]
+        return [Finding("engine", "problem", "llama-cpp-python is not installed", f"{INSTALL}; or {EngineMissing().hint}")]
     if engine.error:
-        return [
-            Finding(
-                "engine", "problem", f"llama-cpp-python {engine.version} does not start: {engine.error}", _broken(engine.error)
-            )
-        ]
-    return [Finding("engine", "ok", f"llama-cpp-python {engine.version}, built for {', '.join(engine.backends)}")]
+        fact = f"llama-cpp-python {engine.version} does not start: {engine.error}"
+        return [Finding("engine", "problem", fact, _broken(engine.error))]
+    fact = f"llama-cpp-python {engine.version}, built for {', '.join(engine.backends)}"
+    missing = [name for name in hardware.cpu_features if name in ("AVX2", "FMA", "F16C") and name not in engine.cpu_features]
+    if missing and engine.cpu_features and not hardware.engine_gpus:
+        fix = "build it for this processor, which needs a compiler: localfast engine install --from-source"
+        return [Finding("engine", "warning", f"{fact}, without {', '.join(missing)} of this processor: slow on the CPU", fix)]
+    return [Finding("engine", "ok", fact)]
 
 
 def _broken(error: str) -> str:
     if "libcudart" in error or "libcublas" in error:
         major = "13" if ".so.13" in error else "12"
-        return f"the CUDA runtime is missing: pip install nvidia-cuda-runtime-cu{major} nvidia-cublas-cu{major}"
+        return f"the CUDA runtime is missing: pip install nvidia-cuda-runtime-cu{major} nvidia-cublas-cu{major}; or {INSTALL}"
     if "libcuda.so" in error or "nvcuda" in error:
-        return "the NVIDIA driver is not installed, or hidden from this container (start it with --gpus all)"
-    return f"install it again: {_pip()} install --force-reinstall --no-deps llama-cpp-python"
+        return f"the NVIDIA driver is not installed, or hidden from this container ({_SHOWN_TO_CONTAINER})"
+    return f"install one that starts: {INSTALL}"
 
 
 def _gpus(hardware: Hardware) -> list[Finding]:
-    findings = [
-        Finding("gpu", "ok", f"{gpu.name} through {gpu.backend}: {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} GiB free")
-        for gpu in hardware.engine_gpus
-    ]
     engine = hardware.engine
-    if findings:
-        return findings
+    if hardware.engine_gpus:
+        return [_used_gpu(gpu) for gpu in hardware.engine_gpus]
     if engine is None or not engine.installed or engine.error:  # the engine's own finding says what to do
-        return [Finding("gpu", "ok", f"the driver sees {gpu.name}") for gpu in hardware.unused_gpus]
-    if not hardware.unused_gpus:
-        return [Finding("gpu", "ok", "no GPU found: models run on the CPU")]
-    return [_idle_gpu(hardware, ", ".join(gpu.name for gpu in hardware.unused_gpus), " ".join(engine.log))]
+        return [Finding("gpu", "ok", f"found {gpu.name}; the engine does not use it") for gpu in hardware.unused_gpus]
+    driverless = [gpu for gpu in hardware.unused_gpus if gpu.source == PCI_SOURCE]
+    idle = [gpu for gpu in hardware.unused_gpus if gpu.source != PCI_SOURCE]
+    findings = [Finding("gpu", "warning", f"{gpu.name} cannot be used", gpu.warning) for gpu in driverless]
+    if idle:
+        return [_idle_gpu(hardware, idle, " ".join(engine.log)), *findings]
+    return findings or [Finding("gpu", "ok", "no GPU found: models run on the CPU")]
 
 
-def _idle_gpu(hardware: Hardware, names: str, log: str) -> Finding:
-    """A GPU that the driver sees and a working engine does not."""
+def _used_gpu(gpu: Device) -> Finding:
+    traits = {
+        "a slice of a split card": gpu.mig,
+        "drives a screen": gpu.display,
+        "its memory is the machine's RAM": gpu.unified,
+        f"{_gib(gpu.reserved_bytes)} GiB of that are taken by the driver": gpu.reserved_bytes,
+    }
+    extra = "".join(f", {trait}" for trait, holds in traits.items() if holds)
+    fact = f"{gpu.name} through {gpu.backend}: {_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} GiB free{extra}"
+    if gpu.warning:
+        return Finding("gpu", "warning", f"{fact}; {gpu.warning}", "if a model does not load, set a limit: --vram-limit 0.8")
+    return Finding("gpu", "ok", fact)
+
+
+def _idle_gpu(hardware: Hardware, idle: list[Device], log: str) -> Finding:
+    """GPUs that a driver shows and a working engine does not."""
     assert hardware.engine is not None
-    nvidia = any(gpu.backend == "NVIDIA" for gpu in hardware.unused_gpus)
+    names = ", ".join(gpu.name for gpu in idle)
     if "CUDA" not in hardware.engine.backends:
-        fix = (
-            f"install a build for it: {_pip()} install --force-reinstall --no-deps --only-binary=:all: "
-            f'"llama-cpp-python=={hardware.engine.version}" --extra-index-url {WHEEL_INDEX}/{wheel_variant(hardware)}'
-        )
+        nvidia = any(gpu.backend == "NVIDIA" for gpu in idle)
         fact = f"{names} stays idle: the engine is built for {', '.join(hardware.engine.backends)} only"
-        return Finding("gpu", "problem" if nvidia else "warning", fact, fix)
+        return Finding("gpu", "problem" if nvidia else "warning", fact, f"get a build for it: {INSTALL}")
     fact = f"{names}: the engine is a CUDA build but finds no GPU{f' ({log})' if log else ''}"
+    if not any(gpu.backend == "NVIDIA" for gpu in idle):
+        return Finding("gpu", "warning", fact, f"CUDA drives NVIDIA cards only; get a build for this one: {INSTALL}")
     if "insufficient" in log:
-        fix = f"the driver {hardware.driver_version} (CUDA {hardware.cuda_version}) is too old for this build: update it"
+        fix = (
+            f"the driver {hardware.driver_version} (CUDA {hardware.cuda_version}) is too old for this build: update it, or get a"
+            f" build for it: {INSTALL}"
+        )
     else:
-        fix = "see whether CUDA_VISIBLE_DEVICES hides the GPU, or the container was started without --gpus all"
+        fix = f"see whether CUDA_VISIBLE_DEVICES hides the GPU, or the container lacks it ({_SHOWN_TO_CONTAINER})"
     return Finding("gpu", "problem", fact, fix)
 
 
 def _ram(hardware: Hardware) -> Finding:
     available, total = hardware.ram_available_bytes, hardware.ram_total_bytes
-    fact = f"{_gib(available)} of {_gib(total)} GiB available, {hardware.physical_cores} CPU cores"
+    source = f" ({hardware.ram_source})" if hardware.ram_source else ""
+    swap = f", {_gib(hardware.swap_free_bytes)} GiB of swap" if hardware.swap_free_bytes else ""
+    fact = f"{_gib(available)} of {_gib(total)} GiB available{source}{swap}, {hardware.physical_cores} CPU cores"
     if available < LOW_RAM_BYTES:
-        return Finding("ram", "warning", fact, "close other programs, or use a small model")
+        more = "; WSL gets what .wslconfig of Windows allows" if hardware.wsl else ""
+        return Finding("ram", "warning", fact, f"close other programs, or use a small model{more}")
     return Finding("ram", "ok", fact)
 
 
@@ -176,10 +177,6 @@ def _port(settings: Settings) -> Finding:
         return Finding("port", "ok", f"{settings.host}:{settings.port} is free")
     fix = f"if that is not your localfast: stop it, or choose another port: localfast serve --port {settings.port + 1}"
     return Finding("port", "warning", f"{settings.host}:{settings.port} is taken by {owner}", fix)
-
-
-def _pip() -> str:
-    return f"{Path(sys.executable).name} -m pip"
 
 
 def _gib(size_bytes: int) -> str:

@@ -8,7 +8,7 @@ by window, flash attention, few output rows. Exact for weights, cache and state,
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -50,25 +50,41 @@ class Part:
 
 
 def footprint(facts: ModelFacts, shape: Shape, gpu_weights: Sequence[float] = (1.0,)) -> tuple[Part, ...]:
-    """Every part of the model's memory. `gpu_weights` are the GPUs' shares of the offloaded layers: their free memory."""
+    """Every part of the model's memory. `gpu_weights` are the GPUs' shares of the offloaded layers."""
     places = layer_places(facts.layers, shape.gpu_layers, gpu_weights)
     parts = []
     for device in sorted({RAM, *places}):
         layers = [layer for layer, place in zip(facts.per_layer, places, strict=False) if place == device]
         weights = sum(layer.weight_bytes for layer in layers)
+        kept_back = sum(layer.expert_bytes for layer in _experts_in_ram(facts, shape, places, device))
         if device == RAM:
-            copied = facts.input_bytes if facts.tied_embeddings else 0
-            weights += facts.input_bytes + (facts.output_bytes - copied if places[-1] == RAM else 0)
+            weights += facts.input_bytes + kept_back
+            weights += facts.output_bytes - facts.copied_bytes if places[-1] == RAM else 0
         else:
-            weights = int((weights + (facts.output_bytes if places[-1] == device else 0)) * _WEIGHT_SLACK)
+            output = facts.output_bytes if places[-1] == device else 0
+            weights = int((weights - kept_back + output) * _WEIGHT_SLACK)
         parts += [
             Part(device, "model", weights),
-            Part(device, "chat memory", sum(cache_bytes(layer, facts, shape) for layer in layers)),
+            Part(device, "chat memory", sum(cache_bytes(layers, facts, shape))),
             Part(device, "recurrent state", sum(4 * layer.state_elements * shape.slots for layer in layers)),
             Part(device, "work space", _work_bytes(facts, shape, places, device)),
         ]
     parts.append(Part(RAM, "server", PROCESS_BYTES + 4 * _output_rows(shape) * facts.vocabulary))
     return tuple(part for part in parts if part.size_bytes)
+
+
+def layer_costs(facts: ModelFacts, shape: Shape) -> tuple[int, ...]:
+    """What each layer takes of the GPU that it is on: weights, cache and state; the output last."""
+    caches = cache_bytes(facts.per_layer, facts, shape)
+    weights = (
+        layer.weight_bytes - (layer.expert_bytes if number < shape.cpu_experts else 0)
+        for number, layer in enumerate(facts.per_layer)
+    )
+    layers = (
+        int(weight_bytes * _WEIGHT_SLACK) + cache + 4 * layer.state_elements * shape.slots
+        for weight_bytes, cache, layer in zip(weights, caches, facts.per_layer, strict=True)
+    )
+    return (*layers, int(facts.output_bytes * _WEIGHT_SLACK))
 
 
 def layer_places(layers: int, gpu_layers: int, gpu_weights: Sequence[float]) -> tuple[int, ...]:
@@ -92,10 +108,17 @@ def window_cells(facts: ModelFacts, shape: Shape) -> int:
     return padded_cells(min(padded_cells(shape.cells), facts.sliding_window * shape.slots + shape.ubatch_tokens))
 
 
-def cache_bytes(layer: LayerFacts, facts: ModelFacts, shape: Shape) -> int:
-    """KV cache of one layer."""
-    cells = window_cells(facts, shape) if layer.windowed else padded_cells(shape.cells)
-    return int(cells * (layer.key_width + layer.value_width) * KV_TYPE_BYTES[shape.kv_type])
+def cache_bytes(layers: Iterable[LayerFacts], facts: ModelFacts, shape: Shape) -> tuple[int, ...]:
+    """KV cache of each of the layers."""
+    cells = (padded_cells(shape.cells), window_cells(facts, shape))
+    width_bytes = KV_TYPE_BYTES[shape.kv_type]
+    return tuple(int(cells[layer.windowed] * (layer.key_width + layer.value_width) * width_bytes) for layer in layers)
+
+
+def _experts_in_ram(facts: ModelFacts, shape: Shape, places: Sequence[int], device: int) -> list[LayerFacts]:
+    """Layers on `device`, or for RAM on any GPU, whose experts are kept in RAM."""
+    leading = list(zip(facts.per_layer, places, strict=False))[: shape.cpu_experts]
+    return [layer for layer, place in leading if place != RAM and device in (RAM, place)]
 
 
 def _output_rows(shape: Shape) -> int:
@@ -106,8 +129,10 @@ def _work_bytes(facts: ModelFacts, shape: Shape, places: Sequence[int], device: 
     """Compute buffer of one device: the largest of the layers' intermediate results and the logits."""
     ubatch, cells = shape.ubatch_tokens, padded_cells(shape.cells)
     windowed = any(layer.windowed for layer in facts.per_layer)
+    if not any(layer.key_width for layer in facts.per_layer):
+        cells = 0 if facts.causal else ubatch  # without a cache a text looks at itself, a recurrent model at nothing
     mask = 2 * ubatch * (cells + (window_cells(facts, shape) if windowed else 0))
-    if device not in places:  # full offload: RAM only stages the input
+    if device not in places and not _experts_in_ram(facts, shape, places, device):  # full offload: RAM only stages the input
         return 4 * ubatch * facts.embedding + mask
     feed_forward = 3 * facts.feed_forward
     if facts.experts_used:
@@ -117,12 +142,12 @@ def _work_bytes(facts: ModelFacts, shape: Shape, places: Sequence[int], device: 
     logits = 4 * _output_rows(shape) * (facts.vocabulary + 2 * facts.embedding) if places[-1] == device else 0
     if device == RAM:
         return max(body + mask, logits)
-    return max(body + mask * _mask_copies(places), logits) + _staging_bytes(facts, shape, places)
+    return max(body + mask * _mask_copies(shape, places), logits) + _staging_bytes(facts, shape, places)
 
 
-def _mask_copies(places: Sequence[int]) -> int:
-    """With all layers on several GPUs llama.cpp keeps up to 4 batches in flight."""
-    return 4 if RAM not in places and len(set(places)) > 1 else 1
+def _mask_copies(shape: Shape, places: Sequence[int]) -> int:
+    """With all layers on several GPUs, experts included, llama.cpp keeps up to 4 batches in flight."""
+    return 4 if RAM not in places and len(set(places)) > 1 and not shape.cpu_experts else 1
 
 
 def _staging_bytes(facts: ModelFacts, shape: Shape, places: Sequence[int]) -> int:
@@ -130,8 +155,8 @@ def _staging_bytes(facts: ModelFacts, shape: Shape, places: Sequence[int]) -> in
     layers = list(zip(facts.per_layer, places, strict=False))
     staged = 0
     if shape.ubatch_tokens >= _OFFLOAD_MIN_BATCH:
-        left = [layer for layer, place in layers if place == RAM]
-        staged = max((max(layer.expert_bytes, layer.largest_tensor_bytes) for layer in left), default=0)
+        staged = max((max(layer.expert_bytes, layer.largest_tensor_bytes) for layer, place in layers if place == RAM), default=0)
+        staged = max([staged, *(layer.expert_bytes for layer in _experts_in_ram(facts, shape, places, RAM))])
     if KV_TYPE_BYTES[shape.kv_type] < 2:
         widest = max((layer.key_width + layer.value_width for layer, place in layers if place != RAM), default=0)
         staged += 2 * padded_cells(shape.cells) * widest

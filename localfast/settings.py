@@ -62,7 +62,7 @@ class Settings:
     )
     max_stall_ms: int = option(250, "longest that a running stream waits for other requests' prompts", "engine", minimum=1)
     speculation: bool = option(True, "guess ahead where a text repeats itself; the answer stays the same", "engine")
-    draft: str = option("", "draft model for speculation (reserved: it is named in the plan and not used yet)", "engine")
+    draft: str = option("", "installed smaller model with the same tokenizer that guesses ahead; auto: the catalog's", "engine")
     alias: str = option("", "name that clients use for the served model", "engine")
     engine: str = option("auto", "engine build to use, as 'localfast engine list' names it; auto: the best that works", "engine")
     hardware: str = option("", "JSON file that stands in for this machine ('localfast doctor --export')", "engine")

@@ -30,6 +30,8 @@ def clean_environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(variable)
     home = tmp_path / "home"
     monkeypatch.setenv("LOCALFAST_HOME", str(home))
+    for variable in ("HOME", "USERPROFILE"):  # what other programs have on this disk is none of a test's business
+        monkeypatch.setenv(variable, str(tmp_path / "user"))
     return home
 
 

@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from localfast.core import Accepted, Event, Finished, GenerateRequest, SequenceFinished, TextDelta, Timings, Usage
 from localfast.engine.client import EventStream
@@ -14,6 +16,7 @@ from localfast.engine.messages import CacheReport, EngineConfig, EngineFacts, En
 from localfast.engine.scheduler import Scheduler
 from localfast.engine.sequence import Batch, Copy, Edit, Park, Restore, Save, Truncate
 from localfast.engine.states import Saved
+from localfast.hardware import Device, EngineBuild, Hardware
 
 FACTS = EngineFacts(
     pid=4711,
@@ -40,6 +43,42 @@ def answer(*texts: str, n: int = 1, reason: str = "stop") -> list[Event]:
     return [Accepted(5), *deltas, *ends, Finished(USAGE, TIMINGS)]
 
 
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer when nothing else is to be done; work for threads is done in place.
+
+    Where everybody waits for somebody for ever, it fails instead of hanging.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+        self._look = self._selector.select  # type: ignore[attr-defined]
+        self._selector.select = self._jump  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _jump(self, timeout_s: float | None) -> Any:
+        if found := self._look(0):
+            return found
+        assert timeout_s is not None, "everybody waits, and nothing will ever happen"
+        self._now_s += timeout_s
+        return []
+
+    def run_in_executor(self, executor: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        future = self.create_future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def run_virtually(test: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(test)
+
+
 class FakeEngine:
     """An Engine that answers from a script. `submitted` and `abandoned` record; `push` goes on with a stream by hand."""
 
@@ -53,6 +92,9 @@ class FakeEngine:
         self.submitted_one = threading.Event()
         self.stopped = False
         self.alive = True
+        self.users = 0  # counted by tests that lease
+        self.stopped_busy = False
+        self.crashed = False
         self.refuse: Exception | None = None
         self._script = script or (lambda request: answer("Hello", " world", n=request.n * max(1, len(request.prompts))))
 
@@ -75,9 +117,14 @@ class FakeEngine:
     async def describe_cache(self) -> CacheReport:
         return CacheReport(1, 4096, 40, [SlotReport(0, 40, False)], LevelReport(1, 100, 1000), LevelReport(2, 200, 2000), 0)
 
+    def crash(self) -> None:
+        self.alive, self.crashed = False, True
+
     async def stop(self, grace_s: float) -> None:
-        self.stopped = True
+        self.stopped_busy = self.users > 0
         self.alive = False
+        await asyncio.sleep(0)
+        self.stopped = True
 
     @property
     def open_requests(self) -> int:
@@ -85,25 +132,69 @@ class FakeEngine:
 
 
 class FakeStart:
-    """Starts FakeEngines for a ModelManager; `gate`, while set, holds every start up."""
+    """Starts FakeEngines for a ModelManager; `gate`, while set, holds every start up.
+
+    `fail` fails every start, `failures` one each. An engine holds the size of its file on the device that its layers are on.
+    """
 
     def __init__(self, script: Callable[[GenerateRequest], Iterable[Event]] | None = None) -> None:
         self.configs: list[EngineConfig] = []
         self.engines: list[FakeEngine] = []
         self.gate: asyncio.Event | None = None
         self.fail: Exception | None = None
+        self.failures: list[Exception] = []
         self._script = script
 
     async def __call__(self, config: EngineConfig, settings: object) -> FakeEngine:
         self.configs.append(config)
         if self.gate is not None:
             await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
         if self.fail is not None:
             raise self.fail
         engine = FakeEngine(self._script)
-        engine.facts = dataclasses.replace(FACTS, context_tokens=config.context_tokens, slots=config.slots)
+        device = "CUDA0" if config.gpu_layers else "CPU_Mapped"
+        engine.facts = dataclasses.replace(
+            FACTS,
+            context_tokens=config.context_tokens,
+            slots=config.slots,
+            gpu_layers=config.gpu_layers,
+            buffers=((device, "model", Path(config.path).stat().st_size),),
+        )
         self.engines.append(engine)
         return engine
+
+
+class FakeMachine:
+    """16 GiB of RAM and perhaps a card, of which every engine that is not stopped takes what it holds."""
+
+    def __init__(self, start: FakeStart, ram_bytes: int = 16 * 2**30, card_bytes: int = 0) -> None:
+        self._start, self._ram_bytes, self._card_bytes = start, ram_bytes, card_bytes
+
+    def __call__(self) -> Hardware:
+        card = Device(
+            backend="CUDA",
+            name="Card",
+            kind="gpu",
+            total_bytes=self._card_bytes,
+            free_bytes=self._card_bytes - self.used_bytes("CUDA0"),
+            in_engine=True,
+        )
+        return Hardware(
+            devices=(card,) if self._card_bytes else (),
+            ram_total_bytes=self._ram_bytes,
+            ram_available_bytes=self._ram_bytes - self.used_bytes("CPU_Mapped"),
+            physical_cores=2,
+            engine=EngineBuild(installed=True),
+            system="linux",
+        )
+
+    def used_bytes(self, device: str) -> int:
+        running = [engine for engine in self._start.engines if not (engine.stopped or engine.crashed)]
+        used = sum(size for engine in running for name, _, size in engine.facts.buffers if name == device)
+        assert used <= (self._card_bytes if device == "CUDA0" else self._ram_bytes), "more memory than there is"
+        return used
 
 
 class FakeLlama:

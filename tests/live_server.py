@@ -21,6 +21,7 @@ from localfast.core import Event, GenerateRequest
 from localfast.hardware import EngineBuild, Hardware
 from localfast.models.catalog import model_at
 from localfast.models.manager import ModelManager
+from localfast.pulls import Fetch
 from localfast.settings import Settings, load_settings
 
 MACHINE = Hardware(
@@ -50,15 +51,22 @@ def fake_manager(settings: Settings, start: FakeStart, pinned: Path | None) -> M
 class LiveServer:
     """Serves `tiny` through a FakeEngine. `client` talks to it; `engine` is the fake, once a request has loaded it."""
 
-    def __init__(self, folder: Path, script: Callable[[GenerateRequest], Iterable[Event]] | None = None, **flags: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: Callable[[GenerateRequest], Iterable[Event]] | None = None,
+        fetch: Fetch | None = None,
+        **flags: Any,
+    ) -> None:
         settings = load_settings({"port": 0, "drain_s": 0, **flags})
         self.start = FakeStart(script)
+        self._fetch = fetch
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(settings, tiny_model(folder))))
 
     async def _serve(self, settings: Settings, path: Path) -> None:
         self.loop = asyncio.get_running_loop()
-        app: Starlette = create_app(settings, fake_manager(settings, self.start, path))
+        app: Starlette = create_app(settings, fake_manager(settings, self.start, path), self._fetch)
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on", timeout_graceful_shutdown=5))
         serving = asyncio.create_task(self._server.serve())
         while not self._server.started:

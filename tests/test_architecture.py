@@ -32,19 +32,61 @@ engine.messages        : core errors
 
 settings               : errors
 cgroups                :
-hardware               : cgroups
+hardware.facts         :
+hardware.spec_sheets   :
+hardware.meter         :
+hardware.processor     : cgroups
+hardware.bandwidth     : cgroups hardware.processor hardware.spec_sheets
+hardware.windows       : hardware.facts
+hardware.matching      : hardware.facts
+hardware.engine_probe  : hardware.facts
+hardware.nvidia        : hardware.bandwidth hardware.facts
+hardware.linux         : cgroups hardware.facts
+hardware.memory        : cgroups hardware.windows
+hardware.inventory     : errors hardware.facts
+hardware.detection     : cgroups hardware.*
+hardware               : hardware.*
+engines                :
+engines.builds         : hardware
+engines.installed      : errors settings engines.builds
+engines.pip            :
+engines.install        : errors settings hardware engines.builds engines.installed engines.pip
 models                 :
 models.gguf_header     : errors
 models.gguf            : errors models.gguf_header
-models.eviction        :
 models.meter           :
 models.sandbox         : models.meter
 models.template        : core errors models.meter models.sandbox
 models.packages        : errors
-models.catalog         : errors settings models.gguf
-models.hub             : errors settings models.catalog models.packages models.gguf
+models.shipped         :
+models.names           : errors models.shipped
+models.installed       : errors models.names
+models.found           : settings models.installed models.names models.shipped
+models.store           : errors settings models.found models.installed models.names models.shipped
+models.catalog         : models.installed models.names models.shipped models.store
+models.web             : errors
+models.transfer        : errors models models.web
+models.offers          : errors models.catalog
+models.fetching        : errors settings models.catalog models.offers models.packages models.transfer models.web
+models.hub             : errors settings models models.catalog models.fetching models.offers models.transfer models.web
+models.remote          : errors settings models models.gguf_header models.hub models.offers models.transfer models.web
 footprint              : engine.messages models.gguf
-plan                   : errors footprint hardware models.gguf
+plan.wishes            : models.gguf
+plan.budgets           : footprint hardware plan.wishes
+plan.outcome           : footprint plan.budgets
+plan.case              : footprint hardware models.gguf plan.budgets plan.wishes
+plan.sharing           : footprint plan.case plan.wishes
+plan.policy            : footprint plan.case plan.sharing
+plan.speed             : footprint hardware models.gguf plan.budgets
+plan.words             : footprint hardware plan.budgets plan.case plan.policy plan.sharing plan.speed plan.wishes
+plan.planner           : footprint hardware models.gguf plan.budgets plan.case plan.outcome plan.policy plan.speed plan.wishes
+                         plan.words
+plan.quality           : models.gguf
+plan.verdicts          : plan.budgets plan.outcome plan.quality plan.words
+plan.quants            : footprint hardware models.gguf plan.case plan.outcome plan.planner plan.policy plan.quality
+                         plan.verdicts plan.wishes
+plan.entries           : plan.outcome plan.verdicts
+plan                   : plan.*
 doctor                 : errors hardware settings
 
 engine                 :
@@ -65,16 +107,24 @@ engine.sampling        : core engine.llama
 engine.generation      : core engine.llama engine.sampling engine.sequence engine.speculation engine.text
 engine.keeping         : engine.disk engine.llama engine.messages engine.placement engine.scheduler engine.sequence engine.states
 engine.drafting        : errors engine.llama engine.messages engine.pace engine.prefixes engine.sequence
-engine.steps           : core errors engine.crowding engine.drafting engine.generation engine.keeping engine.llama engine.messages engine.pace
+engine.steps           : core errors engine.crowding engine.drafting engine.generation engine.keeping engine.llama
+                         engine.messages engine.pace
                          engine.scheduler engine.sequence
-engine.worker          : core errors engine.crowding engine.disk engine.drafting engine.keeping engine.llama engine.messages engine.pace
+engine.worker          : core errors engine.crowding engine.disk engine.drafting engine.keeping engine.llama engine.messages
+                         engine.pace
                          engine.scheduler engine.states engine.steps
-engine.devices         : engine.llama
-
 engine.home            :
+engine.devices         : engine.home engine.llama
 engine.entry           : errors engine.home engine.messages engine.worker
 engine.supervisor      : errors engine.messages engine.entry
 engine.client          : core errors engine.messages engine.supervisor
+engine.dryrun          : engine.home engine.llama engine.messages
+measure.files          :
+measure.answers        : footprint models.gguf
+measure.oracle         : footprint models.gguf
+measure.dryruns        : errors engine.supervisor footprint measure.files measure.answers measure.oracle models.gguf
+measure.learned        : footprint hardware measure.files measure.answers
+measure                : measure.*
 
 dialects               : core
 dialects.fields        : core errors
@@ -82,13 +132,25 @@ dialects.openai_answers : core errors dialects
 dialects.openai        : core errors dialects dialects.fields dialects.openai_answers
 dialects.simple        : core errors dialects dialects.fields dialects.openai dialects.openai_answers
 
-models.manager         : core errors settings hardware plan engine.client engine.messages models.*
+fit                    : errors settings engines.installed footprint hardware measure plan models.gguf
+choosing               : errors settings fit hardware measure plan models.catalog models.gguf models.hub models.remote
+models.eviction        :
+models.budget          : hardware plan plan.budgets models.eviction
+models.ladder          : footprint models.gguf
+models.crashes         :
+models.served          : errors settings models.catalog
+models.loading         : core errors settings fit hardware measure plan engine.client engine.messages models.budget models.catalog
+                         models.eviction models.gguf models.ladder models.template
+models.manager         : errors settings fit hardware plan engine.messages models.*
+bodies                 : errors
 metrics                : core errors engine.messages
 guard                  : errors settings
 classes                : core errors
 streaming              : core errors dialects engine.client metrics
-admin                  : core errors settings metrics plan engine.messages models.catalog models.manager
-app                    : core errors settings classes dialects dialects.* guard metrics streaming admin models.manager
+admin                  : core errors settings bodies metrics plan.entries engine.messages models.catalog models.manager
+pulls                  : errors settings bodies fit choosing models.catalog models.hub
+app                    : core errors settings bodies classes dialects dialects.* guard metrics streaming admin pulls
+                         models.manager
 
 bench.client           : errors
 bench.works            : errors bench.client
@@ -99,9 +161,9 @@ bench.watch            : errors hardware bench.client
 bench.turns            : bench.client bench.report bench.watch bench.works
 bench                  : bench.*
 cli                    : errors
-cli.*                  : core errors settings hardware plan doctor guard app bench models.* cli cli.*
-__main__               : cli
-"""
+cli.*                  : core errors settings hardware engines.* fit choosing measure plan plan.* doctor guard app bench
+                         models.* cli cli.*
+__main__               : cli"""
 # Rows for what is still to be built: they need no module yet.
 PLANNED: set[str] = set()
 
@@ -115,6 +177,7 @@ CHILD = (
     "engine.steps",
     "engine.worker",
     "engine.devices",
+    "engine.dryrun",
 )
 
 # library: its owners. Elsewhere, ask the owner.
@@ -123,12 +186,13 @@ FENCES = {
     "llguidance": "engine.sampling",
     "numpy": "engine.llama engine.sampling engine.drafting",
     "multiprocessing": "engine.supervisor engine.worker engine.entry cli",
-    "starlette": "app streaming admin guard cli.serve",
+    "starlette": "app streaming admin bodies pulls guard cli.serve",
     "uvicorn": "cli.serve",
     "huggingface_hub": "models.hub",
     "jinja2": "models.template models.sandbox models.meter",
     "prometheus_client": "metrics",
-    "pynvml": "hardware",
+    "httpx2": "models.web models.transfer models.remote",
+    "pynvml": "hardware.nvidia hardware.meter",
     "click": "cli cli.*",
     "rich": "cli.*",
     "pickle": "",
@@ -141,9 +205,15 @@ PURE = (
     "errors",
     "errors.*",
     "plan",
+    "plan.*",
     "footprint",
     "classes",
     "models.eviction",
+    "hardware.facts",
+    "hardware.matching",
+    "engines.builds",
+    "measure.answers",
+    "measure.oracle",
     "engine.scheduler",
     "engine.placement",
     "engine.cells",

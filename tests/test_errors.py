@@ -56,7 +56,7 @@ def test_drawn_tree_shows_parent_status_and_exit_code(kind: type[LocalfastError]
     assert kind.__mro__[1].__name__ == parent
     if status := re.match(r"\d{3}\b", words):
         assert kind.status == int(status[0])
-    exit_code = re.search(r"exit code (\d)", words)
+    exit_code = re.search(r"exit code (\d+)", words)
     assert kind.exit_code == (int(exit_code[1]) if exit_code else 1)
 
 

@@ -1,18 +1,21 @@
-"""`localfast plan`: how a model would run on this machine now, as a sum in words."""
+"""`localfast plan`: how a model would run on this machine now: a table of its quants, the choice in words, and its sum."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
 
 import click
 
 from localfast.cli import render
 from localfast.cli.options import with_settings
 from localfast.cli.pull import find_installed, wanted_name
-from localfast.errors import InvalidRequest
-from localfast.models.catalog import Store, load_catalog
-from localfast.plan import Plan
+from localfast.errors import ModelNotFound
+from localfast.models.catalog import InstalledModel, draft_model
+from localfast.plan import QuantTable, Wishes
+from localfast.plan.entries import plan_entry, quant_table_entry
+from localfast.plan.words import speed_words
 from localfast.settings import Settings
 
 
@@ -21,36 +24,64 @@ from localfast.settings import Settings
 @render.json_option
 @with_settings("engine")
 def command(settings: Settings, model: str, as_json: bool) -> None:
-    """Say how MODEL (an installed one, or a path) would run here: layers, context, memory, and why."""
-    from localfast.hardware import detect
-    from localfast.models.gguf import read_facts
-    from localfast.models.manager import wishes
-    from localfast.plan import make_plan
+    """Say how MODEL would run here, in every quant there is of it: layers, context, memory, speed, and why.
 
-    installed = find_installed(model, settings)
-    if installed is None:
-        raise _not_here(model, settings)
-    plan = make_plan(detect(), read_facts(installed.path), wishes(settings))
+    A model that is not installed is planned from its header, without a download.
+    """
+    from localfast.choosing import plan_model
+    from localfast.fit import Fitter, wishes
+
+    wanted, installed = wanted_name(model, settings), find_installed(model, settings)
+    choice = plan_model(wanted, installed, Fitter(settings), _with_draft(wishes(settings), installed, settings))
+    here = installed and (not choice.table.chosen or installed.quant in ("", choice.table.chosen))
+    name = str(installed) if here else ":".join(filter(None, (wanted.base, choice.table.chosen)))
     if as_json:
-        render.print_json({"model": str(installed), "path": str(installed.path), **plan_entry(plan)})
+        path = {"path": str(installed.path)} if here and installed else {}
+        numbers = plan_entry(choice.plan) if choice.plan else {}
+        render.print_json({"model": name, **path, **numbers, **quant_table_entry(choice.table)})
         return
-    render.say(str(installed), "bold")
-    for sentence in plan.sentences():
+    render.say(installed.name if installed else wanted.base, "bold")
+    print_quant_table(choice.table)
+    if choice.plan:
+        render.say("")
+        render.say(name, "bold")
+        print_sentences(choice.plan.sentences())
+
+
+def _with_draft(wished: Wishes, installed: InstalledModel | None, settings: Settings) -> Wishes:
+    from localfast.models.gguf import read_facts
+
+    with contextlib.suppress(ModelNotFound):  # the plan's warnings say that it is not here
+        if installed and (draft := draft_model(settings, installed)):
+            return replace(wished, draft_facts=read_facts(draft.path))
+    return wished
+
+
+def print_quant_table(table: QuantTable) -> None:
+    """Every quant in a row, best quality first, then the choice in words."""
+    devices = [memory.device for memory in table.rows[0].plan.memory] if table.rows else []
+    gpus = [f">{device}" for device in devices[1:]]
+    columns = ("quant", ">size", "loss", ">RAM", *gpus, ">layers on GPU", ">context", "cache", ">tokens/s", "verdict")
+    render.print_table(
+        columns,
+        (
+            (
+                row.label + (" *" if row.installed else ""),
+                render.file_size(row.size_bytes),
+                row.loss_words,
+                *(render.memory_size(memory.needed_bytes) for memory in row.plan.memory),
+                row.layers,
+                str(row.plan.context_tokens),
+                row.plan.kv_type,
+                speed_words(row.plan.tokens_per_s),
+                row.verdict,
+            )
+            for row in table.rows
+        ),
+    )
+    print_sentences(table.sentences)
+
+
+def print_sentences(sentences: Sequence[str]) -> None:
+    for sentence in sentences:
         render.say(sentence, "yellow" if sentence.startswith("warning: ") else None)
-
-
-def plan_entry(plan: Plan) -> dict[str, Any]:
-    """A plan for programs: its numbers, and the memory of each device part by part."""
-    entry = asdict(plan)
-    for device, memory in zip(entry["memory"], plan.memory, strict=True):
-        device["parts"] = [{"label": label, "size_bytes": size_bytes} for label, size_bytes in memory.parts]
-        device |= {"needed_bytes": memory.needed_bytes, "usable_bytes": memory.usable_bytes, "fits": memory.fits}
-    return entry | {"fits": plan.fits}
-
-
-def _not_here(model: str, settings: Settings) -> Exception:
-    wanted = wanted_name(model, settings)
-    if wanted.kind == "catalog" and load_catalog().find(wanted.base) is None:
-        return Store(settings).not_found(wanted)
-    reason = f"'{wanted}' is not installed, and a plan needs its file; fetch it first: localfast pull {wanted}"
-    return InvalidRequest(reason=reason, param="model")

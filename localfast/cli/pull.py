@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +12,12 @@ import click
 
 from localfast.cli import render
 from localfast.cli.options import with_settings
-from localfast.errors import Offline
-from localfast.models.catalog import InstalledModel, ModelName, Store, load_catalog, model_at, parse_name
+from localfast.errors import DownloadStopped, Offline
+from localfast.models.catalog import InstalledModel, ModelName, Store, model_at, parse_name
 from localfast.settings import Settings
 
 if TYPE_CHECKING:
-    from localfast.models.hub import PullPreview
+    from localfast.models.hub import Choose, PullPreview
 
 STARTER = "smollm2-135m"
 """What a machine without any model is told to begin with."""
@@ -26,13 +28,12 @@ STARTER = "smollm2-135m"
 @render.json_option
 @with_settings("storage")
 def command(settings: Settings, name: str, as_json: bool) -> None:
-    """Download a model, after saying what it is.
+    """Download a model, after saying what it is. What was cut off, goes on where it stopped.
 
     NAME is one of the catalog ('localfast list --catalog'), or org/repo of Hugging Face, each with an optional :QUANT.
     """
-    wanted = wanted_name(name, settings)
-    here = model_at(Path(wanted.base)) if wanted.kind == "path" else Store(settings).find(_with_default_quant(wanted))
-    model = here or download(str(wanted), settings)
+    here = find_installed(name, settings)
+    model = here or download(str(wanted_name(name, settings)), settings)
     if as_json:
         render.print_json({"already_installed": here is not None, **render.model_entry(model)})
         return
@@ -55,42 +56,79 @@ def find_installed(name: str, settings: Settings) -> InstalledModel | None:
     return model_at(Path(wanted.base)) if here is None and wanted.kind == "path" else here
 
 
-def installed_or_pulled(name: str, settings: Settings) -> InstalledModel:
-    """The model, fetched if it is not here yet. Raises what `models.hub.pull` raises."""
-    return find_installed(name, settings) or download(str(wanted_name(name, settings)), settings)
+def installed_or_pulled(name: str, settings: Settings, choose: Choose | None = None) -> InstalledModel:
+    """The model, fetched if it is not here yet. Raises what `models.hub.fetch` raises."""
+    return find_installed(name, settings) or download(str(wanted_name(name, settings)), settings, choose)
 
 
-def download(name: str, settings: Settings) -> InstalledModel:
-    """Say on stderr what will be fetched, then fetch it under a bar. Raises what `models.hub.pull` raises."""
-    from localfast.models.hub import describe, pull
+def download(name: str, settings: Settings, choose: Choose | None = None) -> InstalledModel:
+    """Say on stderr what will be fetched, then fetch it under a bar. Raises what `models.hub.describe` and `fetch` raise."""
+    from localfast.models.hub import describe, fetch
 
     if settings.offline:
         raise Offline(name=name)
-    preview = describe(name, settings)
+    preview = describe(name, settings, choose or _chooser(settings))
     _print_preview(preview)
-    with render.progress(str(preview)) as report:
-        return pull(name, settings, report)
+    try:
+        with _bar(preview) as report:
+            return fetch(preview, settings, report)
+    except KeyboardInterrupt:
+        raise DownloadStopped(name=str(preview)) from None
 
 
-def _with_default_quant(wanted: ModelName) -> ModelName:
-    """A catalog name means one quant when it is pulled, whatever others are here."""
-    entry = load_catalog().find(wanted.base) if wanted.kind == "catalog" and not wanted.quant else None
-    return replace(wanted, quant=entry.default_quant) if entry else wanted
+def _chooser(settings: Settings) -> Choose:
+    """Asks the plan, and says why it is that quant."""
+    from localfast.choosing import chooser
+    from localfast.fit import Fitter, wishes
+
+    def tell(sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            _say(f"quant    {sentence}")
+
+    return chooser(Fitter(settings), wishes(settings), tell)
+
+
+@contextlib.contextmanager
+def _bar(preview: PullPreview) -> Iterator[Callable[[int, int | None], None]]:
+    """Speed and time left are those of this run: what an earlier one brought is said, and not counted."""
+    from rich import progress as bars
+
+    screen = render.console(stderr=True)
+    columns = (
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(bar_width=None),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=screen, disable=not screen.is_terminal, expand=True) as bar:
+        tasks: list[bars.TaskID] = []
+
+        def report(done_bytes: int, total_bytes: int | None) -> None:
+            if not tasks:
+                if done_bytes:
+                    goal = f" of {render.file_size(total_bytes)}" if total_bytes else ""
+                    _say(f"resume   going on at {render.file_size(done_bytes)}{goal}")
+                tasks.append(bar.add_task(render.printable(str(preview)), total=total_bytes, completed=done_bytes))
+            bar.update(tasks[0], completed=done_bytes, total=total_bytes)
+
+        yield report
 
 
 def _print_preview(preview: PullPreview) -> None:
-    def say(text: str, style: str | None = None) -> None:
-        render.say(text, style, stderr=True)
-
-    say(f"model    {preview}", "bold")
-    say(f"licence  {preview.licence or 'unknown, see its source'}")
-    say(f"source   {preview.source}")
+    _say(f"model    {preview}", "bold")
+    _say(f"licence  {preview.licence or 'unknown, see its source'}")
+    _say(f"source   {preview.source}")
     for file in preview.files:
-        say(f"file     {file.path} ({render.file_size(file.size_bytes)})")
+        _say(f"file     {file.path} ({render.file_size(file.size_bytes)})")
     if len(preview.files) > 1:
-        say(f"size     {render.file_size(preview.size_bytes)} in {len(preview.files)} files")
+        _say(f"size     {render.file_size(preview.size_bytes)} in {len(preview.files)} files")
     for warning in preview.warnings:
-        say(f"warning  {warning}", "yellow")
+        _say(f"warning  {warning}", "yellow")
+
+
+def _say(text: str, style: str | None = None) -> None:
+    render.say(text, style, stderr=True)
 
 
 def _quoted(name: str) -> str:

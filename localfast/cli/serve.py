@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib.util
 import ipaddress
 import logging
+import platform
 import socket
 from dataclasses import replace
 
@@ -20,7 +20,10 @@ from localfast.cli.options import with_settings
 from localfast.cli.ps import server_url
 from localfast.cli.pull import STARTER, installed_or_pulled
 from localfast.doctor import port_owner
+from localfast.engines.builds import offer_engine
+from localfast.engines.installed import active, in_environment
 from localfast.errors import EngineMissing, InvalidSetting, LocalfastError, PortTaken
+from localfast.fit import Fitter
 from localfast.guard import is_loopback
 from localfast.hardware import Hardware, detect
 from localfast.models.catalog import InstalledModel, Store
@@ -40,8 +43,8 @@ def command(settings: Settings, model: str | None) -> None:
     """Serve MODEL, or every installed model, each loaded on first use. A fresh machine gets a small starter model."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("localfast").setLevel(logging.INFO)
-    if importlib.util.find_spec("llama_cpp") is None:
-        raise EngineMissing(reason="there is no llama-cpp-python in this Python")
+    if not active(settings).path and not in_environment():
+        raise EngineMissing(reason="none is installed", offer=offer_engine(detect(ask_engine=False), platform.machine()))
     if not is_loopback(settings.host) and not settings.api_key:
         reason = "would let others in without a key; set one with LOCALFAST_API_KEY"
         raise InvalidSetting(name="host", value=settings.host, source=settings.explain("host"), reason=reason)
@@ -97,7 +100,7 @@ async def serve(settings: Settings, listener: socket.socket, pinned: InstalledMo
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     failure: LocalfastError | None = None
     if pinned is None:
-        print_catalog(manager, await asyncio.to_thread(detect), url)
+        print_catalog(manager, await asyncio.to_thread(Fitter(settings).hardware), url)
     else:
         console.print(f"loading {pinned} ({pinned.path}); {url}/health answers already")
         try:

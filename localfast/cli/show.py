@@ -14,6 +14,7 @@ from localfast.errors import ModelNotFound
 from localfast.models.catalog import CatalogEntry, InstalledModel, Store, load_catalog
 from localfast.models.gguf import ModelFacts, read_facts
 from localfast.models.hub import licence_warnings
+from localfast.models.store import catalog_entry
 from localfast.settings import Settings
 
 
@@ -25,7 +26,7 @@ def command(settings: Settings, name: str, as_json: bool) -> None:
     """Show all that is known about a model: NAME is installed, in the catalog, or the path of a .gguf file."""
     installed = find_installed(name, settings)
     wanted = wanted_name(name, settings)
-    entry = load_catalog().find(installed.name if installed else wanted.base)
+    entry = catalog_entry(installed) if installed else load_catalog().find(wanted.base)
     if installed is None and entry is None:
         raise Store(settings).not_found(name)
     if installed is None and entry is not None and wanted.quant and wanted.quant not in entry.quants:

@@ -1,4 +1,4 @@
-"""Child process that asks the engine's own device registry and prints one line of JSON: `python -m localfast.engine.devices`.
+"""Child process that asks the engine's own device registry: `python -m localfast.engine.devices [ENGINE_PATH]`, one line of JSON.
 
 A process of its own: asking a CUDA device for its memory creates a context that stays, and drivers hang and abort.
 Reaches ggml only through the library that `llama_cpp` loaded: another copy of the file would have another registry.
@@ -12,6 +12,8 @@ import importlib.util
 import json
 import sys
 from typing import Any
+
+from localfast.engine import home
 
 _KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accelerator"}
 
@@ -81,10 +83,11 @@ class _Registry:
         }
 
 
-def describe_engine() -> dict[str, Any]:
-    """installed, version, error, backends, devices, supports_gpu_offload; never raises for a missing or broken engine."""
+def describe_engine(engine_path: str = "") -> dict[str, Any]:
+    """The build in `engine_path` (empty: in this Python environment); never raises for a missing or broken engine."""
+    home.use(engine_path)
     report: dict[str, Any] = {"installed": False, "version": "", "error": "", "backends": [], "devices": []}
-    report["supports_gpu_offload"] = False
+    report |= {"supports_gpu_offload": False, "cpu_features": [], "path": engine_path}
     if importlib.util.find_spec("llama_cpp") is None:
         return report
     report["installed"] = True
@@ -97,6 +100,7 @@ def describe_engine() -> dict[str, Any]:
 
         registry = _Registry(bindings)
         report["supports_gpu_offload"] = bool(bindings.llama_supports_gpu_offload())
+        report["cpu_features"] = _features(_text(bindings.llama_print_system_info()))
         report["backends"] = registry.backends()
         report["devices"] = registry.devices()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:  # what a library that does not load raises
@@ -104,12 +108,19 @@ def describe_engine() -> dict[str, Any]:
     return report
 
 
+def _features(system: str) -> list[str]:
+    """Names out of `CUDA : ARCHS = 890 | CPU : AVX2 = 1 | FMA = 1 | `: those of the CPU that are on."""
+    _, _, cpu = system.rpartition("CPU : ")
+    pairs = (part.partition("=") for part in cpu.split("|"))
+    return [name.strip() for name, _, value in pairs if value.strip() == "1"]
+
+
 def _text(value: bytes | None) -> str:
     return value.decode("utf-8", "replace") if value else ""
 
 
 def main() -> None:
-    report = describe_engine()
+    report = describe_engine(*sys.argv[1:2])
     sys.stdout.write("\n" + json.dumps(report) + "\n")  # a line of its own, whatever a driver printed before
 
 

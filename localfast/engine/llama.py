@@ -67,7 +67,7 @@ class NativeLog:
 
 
 def model_params(config: EngineConfig, no_alloc: bool = False) -> Any:
-    """The native struct. It must outlive the model, which keeps its pointers. `no_alloc`: sizes are counted, nothing is loaded."""
+    """The native struct. It must outlive the model, which keeps its pointers. `no_alloc`: sizes are counted only."""
     params = bindings.llama_model_default_params()
     params.n_gpu_layers = config.gpu_layers
     params.split_mode = bindings.LLAMA_SPLIT_MODE_LAYER

@@ -17,7 +17,7 @@
     │  ├─ HashMismatch               502
     │  ├─ GatedModel                 403
     │  ├─ HubBusy                    503  the hub asks to wait; with Retry-After
-    │  ├─ DownloadStopped            499  whoever asked for it cancelled it
+    │  ├─ DownloadStopped            499  whoever asked for it cancelled it; exit code 130
     │  ├─ Offline                    503
     │  └─ NoSpace                    507
     ├─ ModelInUse                    409  it answers requests now and stays

@@ -19,12 +19,13 @@ class EngineError(LocalfastError):
 
 @dataclass(eq=False)
 class EngineMissing(EngineError):
-    """llama-cpp-python is not installed, or does not start."""
+    """llama-cpp-python is not installed, or does not start. `offer` is the command that suits this machine."""
 
+    offer: str = "run: localfast engine install"
     code = "engine_missing"
     exit_code = 4
     sentence = "the engine is not installed or does not start: {reason}"
-    next_step = 'run: pip install "localfast[engine]"  (in a source folder: pip install ".[engine]"), then start again'
+    next_step = "{offer}; then start again"
 
 
 @dataclass(eq=False)

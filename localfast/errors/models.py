@@ -89,6 +89,7 @@ class DownloadStopped(DownloadFailed):
     reason: str = "it was cancelled"
     code = "download_stopped"
     status = 499
+    exit_code = 130
     next_step = "go on where it stopped: localfast pull {name}"
 
 

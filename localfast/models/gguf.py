@@ -123,10 +123,15 @@ class ModelFacts:
         return any(layer.state_elements for layer in self.per_layer)
 
     @property
+    def copied_bytes(self) -> int:
+        """The part of the output that is a copy of the input; embeddings per layer are never copied."""
+        return min(self.input_bytes, self.output_bytes) if self.tied_embeddings else 0
+
+    @property
     def weight_bytes(self) -> int:
         """Weights in memory when nothing is duplicated."""
-        extra = self.input_bytes if self.tied_embeddings else 0
-        return self.input_bytes + self.output_bytes + sum(layer.weight_bytes for layer in self.per_layer) - extra
+        layers = sum(layer.weight_bytes for layer in self.per_layer)
+        return self.input_bytes + self.output_bytes + layers - self.copied_bytes
 
 
 def read_facts(path: str | Path) -> ModelFacts:

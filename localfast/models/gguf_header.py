@@ -116,9 +116,14 @@ def read_header(path: str | Path) -> GgufHeader:
     try:
         size = Path(path).stat().st_size
         with Path(path).open("rb") as source:
-            return _HeaderParser(source, str(path), size).parse()
+            return parse_header(source, str(path), size)
     except OSError as error:
         raise BadModelFile(str(path), error.strerror or "it cannot be opened") from None
+
+
+def parse_header(source: BinaryIO, path: str, file_bytes: int) -> GgufHeader:
+    """The header of a file of `file_bytes` whose beginning `source` gives, wherever it lies. Raises BadModelFile."""
+    return _HeaderParser(source, path, file_bytes).parse()
 
 
 def shard_paths(path: str | Path) -> tuple[Path, ...]:
@@ -141,13 +146,18 @@ def read_headers(path: str | Path) -> tuple[GgufHeader, ...]:
         if len(paths) > 1 and not part.is_file():
             raise BadModelFile(str(path), f"part {number} of {len(paths)} is missing ({part.name})")
     headers = tuple(read_header(part) for part in paths)
+    check_shards(str(path), headers)
+    return headers
+
+
+def check_shards(path: str, headers: Sequence[GgufHeader]) -> None:
+    """Raises BadModelFile unless these are the headers of one model's files, all of them, in order."""
     for number, header in enumerate(headers):
         if header.number("split.count", 1) not in (0, len(headers)) or header.number("split.no", number) != number:
             raise BadModelFile(header.path, "its name and its header disagree about which part of a split model it is")
     total = sum(len(header.tensors) for header in headers)
     if headers[0].number("split.tensors.count", total) != total:
-        raise BadModelFile(str(path), "its parts do not hold the promised number of tensors")
-    return headers
+        raise BadModelFile(path, "its parts do not hold the promised number of tensors")
 
 
 class _HeaderParser:

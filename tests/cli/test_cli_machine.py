@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from gguf_writer import llama_tensors, llama_values, write_gguf
+from tiny_models import tiny_model
 
 from localfast.cli import cli
 
@@ -21,14 +22,15 @@ def path(tmp_path: Path) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", llama_values(), llama_tensors())
 
 
-def test_plan_says_the_sum_in_words_and_numbers(path: Path) -> None:
-    words = run("plan", str(path), "--ctx", "2048", "--draft", "smaller")
-    numbers = json.loads(run("plan", str(path), "--ctx", "2048", "--slots", "3", "--json").stdout)
-
+def test_plan_says_the_sum_in_words_and_numbers(tmp_path: Path) -> None:
+    path = tiny_model("full", tmp_path)
+    words = run("plan", str(path), "--ctx", "1024", "--draft", "smaller")
     assert words.exit_code == 0, words.stderr
-    assert "one request may use 2048 tokens; the model was trained for 4096" in words.stdout
-    assert "warning: draft model 'smaller' is not used yet" in words.stdout
-    assert (numbers["context_tokens"], numbers["slots"], numbers["layers"]) == (2048, 3, 3)
+    numbers = json.loads(run("plan", str(path), "--ctx", "1024", "--slots", "3", "--json").stdout)
+
+    assert "one request may use 1024 tokens; the model was trained for 2048" in words.stdout
+    assert "warning: draft model 'smaller' is not here" in words.stdout
+    assert (numbers["context_tokens"], numbers["slots"], numbers["layers"]) == (1024, 3, 3)
     assert numbers["memory"][0]["device"] == "RAM"
     for device in numbers["memory"]:
         assert device["needed_bytes"] == sum(part["size_bytes"] for part in device["parts"])

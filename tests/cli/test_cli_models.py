@@ -9,9 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_hub import FakeHub
 from gguf_writer import llama_tensors, llama_values, write_gguf
+from machines import cpu_16
 
 from localfast.cli import cli, render
 from localfast.cli.pull import STARTER
+from localfast.hardware import to_json
 from localfast.models.catalog import load_catalog
 
 
@@ -25,14 +27,27 @@ def hub(fake_hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> F
     content = write_gguf(tmp_path / "tiny.gguf", llama_values(), llama_tensors()).read_bytes()
     fake_hub.add("org/tiny", **{"tiny-Q4_K_M": content, "tiny-Q8_0": content + b"\0"})
     monkeypatch.setenv("LOCALFAST_HF_ENDPOINT", fake_hub.endpoint)
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps(to_json(cpu_16())))
+    monkeypatch.setenv("LOCALFAST_HARDWARE", str(machine))
     return fake_hub
 
 
 # --- pull ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_pull_says_what_it_fetches_then_where_it_is_and_what_comes_next(hub: FakeHub, clean_environ: Path) -> None:
+def test_pull_takes_the_quant_that_suits_the_machine_and_says_why(hub: FakeHub) -> None:
     result = run("pull", "org/tiny")
+
+    assert result.exit_code == 0, result.stderr
+    said = [line.split(maxsplit=1) for line in result.stderr.splitlines()]
+    assert said[0][0] == "quant" and "Q8_0: on the CPU" in said[0][1]
+    assert ["model", "org/tiny:Q8_0"] in said
+    assert any(row[0] == "quant" and row[1].startswith("not Q4_K_M: ") for row in said)
+
+
+def test_pull_says_what_it_fetches_then_where_it_is_and_what_comes_next(hub: FakeHub, clean_environ: Path) -> None:
+    result = run("pull", "org/tiny:Q4_K_M")
 
     assert result.exit_code == 0, result.stderr
     said = result.stderr.splitlines()
@@ -46,10 +61,10 @@ def test_pull_says_what_it_fetches_then_where_it_is_and_what_comes_next(hub: Fak
 
 
 def test_pull_again_says_it_is_here_and_asks_nobody(hub: FakeHub) -> None:
-    run("pull", "org/tiny")
+    run("pull", "org/tiny:Q4_K_M")
     hub.requests.clear()
 
-    result = run("pull", "org/tiny")
+    result = run("pull", "org/tiny:Q4_K_M")
 
     assert (result.exit_code, hub.requests) == (0, [])
     assert "org/tiny:Q4_K_M is already here: " in result.stdout
@@ -66,7 +81,7 @@ def test_pull_names_a_forbidding_licence_before_the_first_byte(hub: FakeHub) -> 
     hub.repos["org/tiny"].licence = "cc-by-nc-4.0"
     hub.repos["org/tiny"].files["tiny-Q4_K_M.gguf"].gone = True
 
-    result = run("pull", "org/tiny")
+    result = run("pull", "org/tiny:Q4_K_M")
 
     assert result.exit_code == 1
     assert result.stderr.index("does not allow commercial use") < result.stderr.index("error: could not download")
@@ -107,7 +122,7 @@ def test_list_without_models_says_what_to_do_next() -> None:
 
 
 def test_list_shows_what_is_installed(hub: FakeHub) -> None:
-    run("pull", "org/tiny")
+    run("pull", "org/tiny:Q4_K_M")
     run("pull", "org/tiny:Q8_0")
 
     rows = [line.split() for line in run("list").stdout.splitlines()]
@@ -116,6 +131,30 @@ def test_list_shows_what_is_installed(hub: FakeHub) -> None:
     assert rows[0] == ["NAME", "QUANT", "SIZE", "LICENCE", "SOURCE", "PULLED"]
     assert [row[:2] for row in rows[1:]] == [["org/tiny", "Q8_0"], ["org/tiny", "Q4_K_M"]]
     assert [model["size_bytes"] for model in models] == [Path(model["path"]).stat().st_size for model in models]
+
+
+def test_list_shows_what_other_programs_have_and_where_it_lies(clean_environ: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_starter(clean_environ)
+    folder = clean_environ.parent / "mine"
+    folder.mkdir()
+    path = write_gguf(folder / "own-Q8_0.gguf", llama_values(), llama_tensors())
+    monkeypatch.setenv("LOCALFAST_MODELS_DIR", str(folder))
+
+    lines = run("list").stdout.splitlines()
+    models = json.loads(run("list", "--json").stdout)["models"]
+
+    assert [line.split()[0] for line in lines[1:3]] == [STARTER, "own"], "one's own first"
+    assert lines[-1].split() == ["own:Q8_0", str(path)]
+    assert [(model["removable"], model["source"]) for model in models] == [(True, "pypi:x==1"), (False, f"folder:{folder}")]
+    assert json.loads(run("show", "own", "--json").stdout)["path"] == str(path)
+
+
+def test_list_names_a_damaged_model_and_the_way_out(clean_environ: Path) -> None:
+    install_starter(clean_environ).write_bytes(b"GG")
+
+    result = run("list")
+
+    assert f"{STARTER}:Q4_1 is damaged; fetch it again: localfast pull {STARTER}:Q4_1" in result.stderr
 
 
 def test_list_catalog_marks_the_installed_and_fits_80_columns(clean_environ: Path) -> None:
@@ -211,7 +250,7 @@ def test_rm_removes_and_says_how_much(clean_environ: Path) -> None:
 
 
 def test_rm_wants_the_quant_when_there_are_several(hub: FakeHub) -> None:
-    run("pull", "org/tiny")
+    run("pull", "org/tiny:Q4_K_M")
     run("pull", "org/tiny:Q8_0")
 
     refused = run("rm", "org/tiny", "--yes")
@@ -219,6 +258,36 @@ def test_rm_wants_the_quant_when_there_are_several(hub: FakeHub) -> None:
     assert refused.exit_code == 1 and "org/tiny:Q8_0, org/tiny:Q4_K_M" in refused.stderr
     assert run("rm", "org/tiny:Q8_0", "--yes").exit_code == 0
     assert [model["quant"] for model in json.loads(run("list", "--json").stdout)["models"]] == ["Q4_K_M"]
+
+
+def test_rm_removes_several_or_none(hub: FakeHub, tmp_path: Path) -> None:
+    run("pull", "org/tiny:Q4_K_M")
+    run("pull", "org/tiny:Q8_0")
+    mine = write_gguf(tmp_path / "mine.gguf", llama_values(), llama_tensors())
+
+    assert run("rm", "org/tiny:Q8_0", str(mine), "--yes").exit_code == 1
+    assert len(json.loads(run("list", "--json").stdout)["models"]) == 2, "the refusal comes before the first deletion"
+    said = run("rm", "org/tiny:Q8_0", "org/tiny:Q4_K_M", "org/tiny:q8_0", "--yes").stdout.splitlines()
+    assert [line.split()[0] for line in said[:2]] == ["removed", "removed"] and said[2].endswith("freed in all")
+    assert json.loads(run("list", "--json").stdout) == {"models": []}
+
+
+def test_rm_removes_a_damaged_model(clean_environ: Path) -> None:
+    path = install_starter(clean_environ)
+    path.write_bytes(b"GG")
+
+    assert run("rm", STARTER, "--yes").exit_code == 0
+    assert not path.parent.exists()
+
+
+def test_rm_refuses_what_another_program_has_before_it_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "own-Q8_0.gguf", llama_values(), llama_tensors())
+    monkeypatch.setenv("LOCALFAST_MODELS_DIR", str(tmp_path))
+
+    result = run("rm", "own")
+
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "belongs to a folder of yours and is left alone" in result.stderr and path.is_file()
 
 
 def test_rm_leaves_files_of_others_alone(tmp_path: Path) -> None:

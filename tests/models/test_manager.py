@@ -15,7 +15,6 @@ from localfast.core import GenerateRequest, Message
 from localfast.errors import EngineMissing, InvalidRequest, LoadFailed, ModelNotFound
 from localfast.hardware import EngineBuild
 from localfast.models.catalog import InstalledModel, ModelFile, Store
-from localfast.models.eviction import Resident, victim
 from localfast.models.manager import ModelManager
 from localfast.settings import Settings, load_settings
 
@@ -64,7 +63,7 @@ def test_lease_failed_load_fails_everybody_and_the_next_request_tries_again() ->
     async def test() -> None:
         start = FakeStart()
         start.gate = asyncio.Event()
-        start.fail = LoadFailed(model="one", reason="no")
+        start.fail = LoadFailed(model="one", reason="missing tensor")
         models = manager(start, "one")
 
         async def want() -> None:
@@ -213,9 +212,3 @@ def test_generate_renders_messages_and_adds_the_stops_of_the_form() -> None:
         assert request.stop == ("x", "\nUser:")
 
     run(test())
-
-
-def test_victim_is_idle_and_unused_for_longest() -> None:
-    residents = [Resident("busy", True, 0), Resident("new", False, 9), Resident("old", False, 3)]
-    assert victim(residents) == "old"
-    assert victim(residents[:1]) is None
