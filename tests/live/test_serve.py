@@ -237,7 +237,7 @@ def test_serve_taken_port_names_its_owner_and_exits_3(starter_path: Path) -> Non
 def test_serve_without_the_engine_says_the_next_command_and_exits_4() -> None:
     ended = run_serve(prelude="sys.modules['llama_cpp'] = None")
     assert ended.returncode == 4
-    assert "pip install" in ended.stderr and len(ended.stderr.splitlines()) == 2
+    assert "run: localfast engine install" in ended.stderr and len(ended.stderr.splitlines()) == 2
 
 
 def test_serve_for_others_without_a_key_is_refused_with_exit_2(starter_path: Path) -> None:
