@@ -139,8 +139,8 @@ models.budget          : hardware plan plan.budgets models.eviction
 models.ladder          : footprint models.gguf
 models.crashes         :
 models.served          : errors settings models.catalog
-models.loading         : core errors settings fit hardware measure plan engine.client engine.messages models.budget models.catalog
-                         models.eviction models.gguf models.ladder models.template
+models.loading         : core errors settings engines.builds fit hardware measure plan engine.client engine.messages
+                         models.budget models.catalog models.eviction models.gguf models.ladder models.template
 models.manager         : errors settings fit hardware plan engine.messages models.*
 bodies                 : errors
 metrics                : core errors engine.messages

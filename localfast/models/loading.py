@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import platform
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,6 +21,7 @@ from pathlib import Path
 from localfast.core import GenerateRequest
 from localfast.engine.client import Engine, EventStream, ProcessEngine
 from localfast.engine.messages import EngineConfig
+from localfast.engines.builds import offer_engine
 from localfast.errors import DoesNotFit, EngineDied, EngineMissing, LoadFailed
 from localfast.fit import Fitter, wishes
 from localfast.hardware import Hardware
@@ -111,7 +113,9 @@ class Loader:
         """Ask the machine and read the header; not for the event loop's thread. Raises EngineMissing, BadModelFile."""
         hardware = self.fitter.hardware()
         if hardware.engine is not None and not hardware.engine.installed:
-            raise EngineMissing(reason=hardware.engine.error)
+            raise EngineMissing(
+                reason=hardware.engine.error or "none is installed", offer=offer_engine(hardware, platform.machine())
+            )
         draft = draft_model(self.settings, model)
         draft_facts = read_facts(draft.path) if draft else None
         return Candidate(name, model, hardware, read_facts(model.path), draft=draft, draft_facts=draft_facts)

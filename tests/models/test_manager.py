@@ -159,7 +159,7 @@ def test_lease_without_an_engine_says_what_to_install(tmp_path: Path) -> None:
         with pytest.raises(EngineMissing) as caught:
             async with models.lease("one"):
                 pass
-        assert "pip install" in caught.value.hint
+        assert "localfast engine install" in caught.value.hint
 
     run(test())
 
