@@ -49,6 +49,14 @@ def test_bench_counts_what_the_server_says_and_sends_the_same_prompts_to_both(tm
     assert all(row.peer is not None and row.ratio is not None for row in rows if row.number.endswith("_per_s"))
 
 
+def test_bench_takes_turns_at_being_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    with LiveServer(tmp_path / "a") as ours, LiveServer(tmp_path / "b") as peer:
+        asyncio.run(run(target(ours), target(peer), ["streams-1"], rounds=2, tell=said.append))
+        order = [str(ours.port), str(peer.port), str(peer.port), str(ours.port)]
+    assert [line.rpartition(":")[2] for line in said] == order
+
+
 def test_bench_tells_what_our_engine_spends_outside_the_model(tmp_path: Path) -> None:
     numbers = count(1)
 

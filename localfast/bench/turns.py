@@ -26,7 +26,9 @@ async def run(
         for number in range(rounds):
             # A fresh salt per run and round: nothing that was computed before may help, unless the work says so.
             salt = f"{name} {number} {time.time_ns()}"
-            for target, so_far in zip(targets, measured, strict=True):
+            turns = list(zip(targets, measured, strict=True))
+            # Whoever comes first in a round is a little faster: a processor that rested runs quicker for a while.
+            for target, so_far in turns if number % 2 == 0 else reversed(turns):
                 tell(f"{name}, round {number + 1} of {rounds}: {target.url}")
                 async with Watch(target) as watch:
                     numbers = await WORKS[name](target, random.Random(salt))
