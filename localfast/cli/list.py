@@ -17,7 +17,7 @@ from localfast.settings import Settings
 @click.command()
 @click.option("--catalog", is_flag=True, help="list what can be pulled instead of what is installed")
 @render.json_option
-@with_settings()
+@with_settings("storage")
 def command(settings: Settings, catalog: bool, as_json: bool) -> None:
     """List the models on this disk: those that were pulled, and those that other programs have."""
     store = Store(settings)

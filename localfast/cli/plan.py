@@ -22,7 +22,7 @@ from localfast.settings import Settings
 @click.command()
 @click.argument("model")
 @render.json_option
-@with_settings("engine")
+@with_settings("engine", "storage")
 def command(settings: Settings, model: str, as_json: bool) -> None:
     """Say how MODEL would run here, in every quant there is of it: layers, context, memory, speed, and why.
 

@@ -26,7 +26,7 @@ STARTER = "smollm2-135m"
 @click.command()
 @click.argument("name")
 @render.json_option
-@with_settings("storage")
+@with_settings("engine", "storage")
 def command(settings: Settings, name: str, as_json: bool) -> None:
     """Download a model, after saying what it is. What was cut off, goes on where it stopped.
 

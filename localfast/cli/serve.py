@@ -38,7 +38,7 @@ console = Console(stderr=True, highlight=False, soft_wrap=True)
 
 @click.command()
 @click.argument("model", required=False)
-@with_settings("server", "engine")
+@with_settings("server", "engine", "storage")
 def command(settings: Settings, model: str | None) -> None:
     """Serve MODEL, or every installed model, each loaded on first use. A fresh machine gets a small starter model."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")

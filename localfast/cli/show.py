@@ -21,7 +21,7 @@ from localfast.settings import Settings
 @click.command()
 @click.argument("name")
 @render.json_option
-@with_settings()
+@with_settings("storage")
 def command(settings: Settings, name: str, as_json: bool) -> None:
     """Show all that is known about a model: NAME is installed, in the catalog, or the path of a .gguf file."""
     installed = find_installed(name, settings)

@@ -31,7 +31,7 @@ class Finding:
 @click.command()
 @click.argument("names", nargs=-1)
 @render.json_option
-@with_settings()
+@with_settings("storage")
 def command(settings: Settings, names: tuple[str, ...], as_json: bool) -> None:
     """Read models again and compare them with the hashes they were pulled with; all models if none is named.
 

@@ -109,8 +109,10 @@ class Confidence:
         if most := _worth(repeat(self._chance), cost, ceiling):
             self._pause = 0
             return most
-        self._pause = self._resting = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, 2 * self._pause))
-        return 1
+        # The draft model has to read all that was written meanwhile, so where not even right guesses pay it is left alone.
+        hopeless = cost >= 1
+        self._pause = self._resting = LONGEST_PAUSE if hopeless else min(LONGEST_PAUSE, max(SHORTEST_PAUSE, 2 * self._pause))
+        return int(not hopeless)
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Of so many guesses so many were right; those after the first wrong one tell nothing."""
