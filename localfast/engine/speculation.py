@@ -110,7 +110,7 @@ class Confidence:
             self._pause = 0
             return most
         # The draft model has to read all that was written meanwhile, so where not even right guesses pay it is left alone.
-        hopeless = cost >= 1
+        hopeless = cost > 1  # exactly 1 stands for a cost that nobody has measured yet
         self._pause = self._resting = LONGEST_PAUSE if hopeless else min(LONGEST_PAUSE, max(SHORTEST_PAUSE, 2 * self._pause))
         return int(not hopeless)
 

@@ -220,7 +220,8 @@ def _wheel(settings: Settings, order: Order, work: Path, pip: Pip) -> Path:
 
 def _fill(settings: Settings, order: Order, wheel: Path, folder: Path, pip: Pip) -> Record:
     """Unpack it, and add what it needs and this environment lacks."""
-    source = pip.origin or f"{order.index_url}/{order.variant}"
+    # Some versions of pip name the address of what they take, some the bare file.
+    source = pip.origin if "/" in pip.origin else f"{order.index_url.rstrip('/')}/{order.variant}/{pip.origin or wheel.name}"
     pip.run("unpacking", "install", "--no-deps", "--no-index", "--no-compile", "--target", str(folder), str(wheel))
     more = (*_missing(folder), *builds.libraries_of(order.variant))
     if more:
