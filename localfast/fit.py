@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from localfast.engines.installed import active
@@ -77,7 +77,6 @@ class Fitter:
         wishes: Wishes,
         *,
         residents_bytes: Sequence[int] = (),
-        avoid: Collection[Shape] = (),
         source: Callable[[], HeaderSource] | None = None,
         exact: bool = False,
     ) -> Plan:
@@ -90,7 +89,7 @@ class Fitter:
         overheads = {name: size_bytes for name, size_bytes in seen.items() if size_bytes is not None}
 
         def decide(measure: Measure) -> Plan:
-            return make_plan(hardware, facts, wishes, measure, avoid=avoid, overheads=overheads, residents_bytes=residents_bytes)
+            return make_plan(hardware, facts, wishes, measure, overheads=overheads, residents_bytes=residents_bytes)
 
         plan = decide(self.oracle)
         if source is None or not self._can_measure(hardware) or not (exact or _tight(plan)):

@@ -123,7 +123,7 @@ class Pulls:
             pull.status = "done"
         except LocalfastError as error:
             pull.status, pull.error = "failed", error
-        except Exception:
+        except Exception:  # whatever it was, those who wait must learn that it has ended
             log.exception("the download of %s failed", pull.name)
             pull.status, pull.error = "failed", InternalError()
         finally:

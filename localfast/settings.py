@@ -58,7 +58,10 @@ class Settings:
     threads: int = option(0, "CPU threads; 0: one per physical core this process may use", "engine", minimum=0)
     batch: int = option(0, "most tokens in one step; 0: 512 on a GPU, 128 on a CPU", "engine", minimum=0)
     kv_type: str = option(
-        "auto", "type of the KV cache; auto: f16, or q8_0 where that saves a step down in quant", "engine", choices=KV_TYPES
+        "auto",
+        "type of the KV cache; auto: f16, or q8_0 where that saves context or quality",
+        "engine",
+        choices=KV_TYPES,
     )
     max_stall_ms: int = option(250, "longest that a running stream waits for other requests' prompts", "engine", minimum=1)
     speculation: bool = option(True, "guess ahead where a text repeats itself; the answer stays the same", "engine")

@@ -136,12 +136,12 @@ fit                    : errors settings engines.installed footprint hardware me
 choosing               : errors settings fit hardware measure plan models.catalog models.gguf models.hub models.remote
 models.eviction        :
 models.budget          : hardware plan plan.budgets models.eviction
-models.ladder          : footprint models.gguf
+models.ladder          : footprint models.gguf plan.policy
 models.crashes         :
 models.served          : errors settings models.catalog
 models.loading         : core errors settings engines.builds fit hardware measure plan engine.client engine.messages
                          models.budget models.catalog models.eviction models.gguf models.ladder models.template
-models.manager         : errors settings fit hardware plan engine.messages models.*
+models.manager         : errors settings fit hardware plan plan.policy engine.messages models.*
 bodies                 : errors
 metrics                : core errors engine.messages
 guard                  : errors settings

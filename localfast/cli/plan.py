@@ -32,20 +32,22 @@ def command(settings: Settings, model: str, as_json: bool) -> None:
     from localfast.fit import Fitter, wishes
 
     wanted, installed = wanted_name(model, settings), find_installed(model, settings)
-    choice = plan_model(wanted, installed, Fitter(settings), _with_draft(wishes(settings), installed, settings))
+    fitter = Fitter(settings)
+    choice = plan_model(wanted, installed, fitter, _with_draft(wishes(settings), installed, settings))
     here = installed and (not choice.table.chosen or installed.quant in ("", choice.table.chosen))
+    last_load = fitter.learned(choice.hardware).last_load(installed.content_key) if here and installed else ()
     name = str(installed) if here else ":".join(filter(None, (wanted.base, choice.table.chosen)))
     if as_json:
         path = {"path": str(installed.path)} if here and installed else {}
         numbers = plan_entry(choice.plan) if choice.plan else {}
-        render.print_json({"model": name, **path, **numbers, **quant_table_entry(choice.table)})
+        render.print_json({"model": name, **path, **numbers, "last_load": list(last_load), **quant_table_entry(choice.table)})
         return
     render.say(installed.name if installed else wanted.base, "bold")
     print_quant_table(choice.table)
     if choice.plan:
         render.say("")
         render.say(name, "bold")
-        print_sentences(choice.plan.sentences())
+        print_sentences((*choice.plan.sentences(), *(f"at the last load, {line}" for line in last_load)))
 
 
 def _with_draft(wished: Wishes, installed: InstalledModel | None, settings: Settings) -> Wishes:

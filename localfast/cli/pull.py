@@ -90,27 +90,17 @@ def _chooser(settings: Settings) -> Choose:
 
 @contextlib.contextmanager
 def _bar(preview: PullPreview) -> Iterator[Callable[[int, int | None], None]]:
-    """Speed and time left are those of this run: what an earlier one brought is said, and not counted."""
-    from rich import progress as bars
-
-    screen = render.console(stderr=True)
-    columns = (
-        bars.TextColumn("{task.description}", markup=False),
-        bars.BarColumn(bar_width=None),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=screen, disable=not screen.is_terminal, expand=True) as bar:
-        tasks: list[bars.TaskID] = []
+    """Says first what an earlier run has brought."""
+    with render.progress(str(preview)) as show:
+        begun = False
 
         def report(done_bytes: int, total_bytes: int | None) -> None:
-            if not tasks:
-                if done_bytes:
-                    goal = f" of {render.file_size(total_bytes)}" if total_bytes else ""
-                    _say(f"resume   going on at {render.file_size(done_bytes)}{goal}")
-                tasks.append(bar.add_task(render.printable(str(preview)), total=total_bytes, completed=done_bytes))
-            bar.update(tasks[0], completed=done_bytes, total=total_bytes)
+            nonlocal begun
+            if done_bytes and not begun:
+                goal = f" of {render.file_size(total_bytes)}" if total_bytes else ""
+                _say(f"resume   going on at {render.file_size(done_bytes)}{goal}")
+            begun = True
+            show(done_bytes, total_bytes)
 
         yield report
 

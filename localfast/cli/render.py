@@ -87,8 +87,14 @@ def progress(title: str) -> Iterator[Callable[[int, int | None], None]]:
         bars.TimeRemainingColumn(),
     )
     with bars.Progress(*columns, console=screen, disable=not screen.is_terminal, expand=True) as bar:
-        task = bar.add_task(printable(title), total=None)
-        yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
+        tasks: list[bars.TaskID] = []
+
+        def report(done_bytes: int, total_bytes: int | None) -> None:
+            if not tasks:  # speed and time left are those of this run: what is here already does not count
+                tasks.append(bar.add_task(printable(title), total=total_bytes, completed=done_bytes))
+            bar.update(tasks[0], completed=done_bytes, total=total_bytes)
+
+        yield report
 
 
 def busy(text: str) -> contextlib.AbstractContextManager[object]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from localfast.hardware import Device, Hardware
 from localfast.models.eviction import Vector, Worth
 from localfast.plan import Plan, Wishes, limit_bytes
-from localfast.plan.budgets import is_pool
+from localfast.plan.budgets import gib_of, is_pool
 
 SERVER_PART = "server"
 """Label of the part of a plan that no buffer of the engine shows: Python, tokenizer, native libraries."""
@@ -59,9 +59,9 @@ def beyond_limits(plan: Plan, wishes: Wishes) -> str:
     for name, text, memory in (("ram_limit", wishes.ram_limit, ram), *(("vram_limit", wishes.vram_limit, gpu) for gpu in gpus)):
         limit = limit_bytes(text, memory.total_bytes)
         if limit is not None and memory.needed_bytes > limit:
-            return f"it needs {_gib(memory.needed_bytes)} on {memory.device}, {name} allows {_gib(limit)}"
+            return f"it needs {gib_of(memory.needed_bytes)} on {memory.device}, {name} allows {gib_of(limit)}"
     if plan.model_limit_bytes is not None and plan.total_bytes > plan.model_limit_bytes:
-        return f"it needs {_gib(plan.total_bytes)} on all devices, model_limit allows {_gib(plan.model_limit_bytes)}"
+        return f"it needs {gib_of(plan.total_bytes)} on all devices, model_limit allows {gib_of(plan.model_limit_bytes)}"
     return ""
 
 
@@ -69,7 +69,3 @@ def worth(plan: Plan, wanted_context: int) -> Worth:
     """For comparing plans of one model; context beyond `wanted_context` is a luxury and counts for nothing."""
     missing = sum(max(0, memory.needed_bytes - memory.usable_bytes) for memory in plan.memory)
     return Worth(plan.fits, -missing, plan.gpu_layers - plan.cpu_experts, min(plan.context_tokens, wanted_context))
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

@@ -59,6 +59,12 @@ class InstalledModel:
         """Hash of the (first) file; it tells models apart."""
         return self.files[0].sha256
 
+    @property
+    def content_key(self) -> str:
+        """Tells one content from another, as far as that is cheap: hashing gigabytes at every start would take too long."""
+        status = self.path.stat()
+        return self.sha256 or f"{self.path} {status.st_size} {status.st_mtime_ns}"
+
 
 def model_at(path: Path) -> InstalledModel:
     """A .gguf file somewhere on the disk, with its other shards, used where it lies; it cannot be removed from here.

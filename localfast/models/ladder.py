@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from localfast.footprint import KV_TYPE_BYTES, Shape, padded_cells
 from localfast.models.gguf import ModelFacts
+from localfast.plan.policy import WANTED_CONTEXTS
 
-MIN_CONTEXT_TOKENS = 4_096
+MIN_CONTEXT_TOKENS = WANTED_CONTEXTS[-1]
 MIN_UBATCH_TOKENS = 64
 EXPERT_STEP = 4
 # Reasons that no smaller shape can cure; anything else may be a lack of memory, whatever it is called.

@@ -81,11 +81,6 @@ class Candidate:
     draft: InstalledModel | None = None
     draft_facts: ModelFacts | None = None
 
-    @property
-    def key(self) -> str:
-        """Tells one content from another, as far as that is cheap to know."""
-        return self.installed.sha256 or _identity(self.installed.path)
-
     def beside(self, held: Vector, freed: Vector = ()) -> Candidate:
         """The same beside models that hold `held`, of which `freed` will be gone by then."""
         staying = tuple(max(0, holds - gone) for holds, gone in itertools.zip_longest(held, freed, fillvalue=0))
@@ -154,7 +149,7 @@ class Loader:
                 reason = error.reason
                 if not may_be_memory(reason):
                     raise
-                self._learned(candidate).remember_failure(candidate.key, Failure(attempt.shape, reason, usable))
+                self._learned(candidate).remember_failure(candidate.installed.content_key, Failure(attempt.shape, reason, usable))
                 log.warning("%s did not load: %s", candidate.name, reason)
         tried = f"; tried in vain: {'; '.join(taken)}" if taken else ""
         raise LoadFailed(model=candidate.name, reason=reason + tried)
@@ -163,7 +158,7 @@ class Loader:
         """With all steps taken so far. What failed before is passed over; if all did, the smallest gets another chance."""
         attempt, tried = Attempt(plan.shape, plan.context_tokens), False
         taken: tuple[str, ...] = ()
-        failures = self._learned(candidate).failures(candidate.key)
+        failures = self._learned(candidate).failures(candidate.installed.content_key)
         for step in itertools.chain([Step(attempt, "")], steps_down(attempt, candidate.facts, pins(self.wishes))):
             attempt, taken = step.attempt, (*taken, step.words) if step.words else ()
             if not any(speaks_against(failure, attempt, usable) for failure in failures):
@@ -216,10 +211,10 @@ class Loader:
 
     def _learn(self, candidate: Candidate, plan: Plan, engine: Engine, steps: tuple[str, ...]) -> None:
         """Say where the plan was wrong, and remember it for the next one."""
-        for line in self.fitter.learn(candidate.key, candidate.hardware, plan, engine.facts.buffers):
+        for line in self.fitter.learn(candidate.installed.content_key, candidate.hardware, plan, engine.facts.buffers):
             log.debug("%s: %s", candidate.name, line)
         if not steps:
-            self._learned(candidate).forget_failures(candidate.key)
+            self._learned(candidate).forget_failures(candidate.installed.content_key)
 
     def _config(self, candidate: Candidate, plan: Plan, attempt: Attempt) -> EngineConfig:
         settings, path, shape = self.settings, candidate.installed.path, attempt.shape
@@ -244,7 +239,7 @@ class Loader:
             cache_ram_bytes=min(settings.cache_ram_mib * 2**20, candidate.hardware.ram_available_bytes // 8),
             cache_disk_bytes=settings.cache_disk_mib * 2**20,
             cache_folder=str(settings.states_dir),
-            cache_key=candidate.key,
+            cache_key=candidate.installed.content_key,
             draft_path=str(candidate.draft.path) if candidate.draft and plan.drafts else "",
             draft_gpu_layers=candidate.draft_facts.layers + 1 if candidate.draft_facts and plan.gpu_layers else 0,
             log_path=str(settings.logs_dir / f"engine-{path.stem[:80]}-{uuid.uuid4().hex[:8]}.log"),
@@ -271,9 +266,3 @@ def allocation_line(log_path: str) -> str:
         content = Path(log_path).read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace")
         return next((line.strip()[:200] for line in content.splitlines() if _ALLOCATION.search(line)), "")
     return ""
-
-
-def _identity(path: Path) -> str:
-    """What tells one file of a user's own from another: hashing gigabytes at every start would take too long."""
-    status = path.stat()
-    return f"{path} {status.st_size} {status.st_mtime_ns}"

@@ -33,6 +33,7 @@ from localfast.models.eviction import Decision, Resident, Vector, Worth, decide,
 from localfast.models.loading import Candidate, LoadedModel, Loader, StartEngine, start_process
 from localfast.models.served import ServedModels
 from localfast.plan import Plan
+from localfast.plan.policy import WANTED_CONTEXTS
 from localfast.settings import Settings
 
 __all__ = ["LoadedModel", "ModelManager", "Standing", "StartEngine", "start_process"]
@@ -41,8 +42,6 @@ log = logging.getLogger("localfast")
 
 PATIENCE_S = 20.0
 """So long a newcomer waits for a busy GPU before it settles for a place in RAM."""
-WANTED_CONTEXT_TOKENS = 16_384
-"""A model is worth unloading for a context of so many tokens, or of what the user asked for."""
 MAX_NAMES = 256
 
 
@@ -276,7 +275,7 @@ class ModelManager:
 
     def _judge(self, candidate: Candidate, held: Vector) -> Callable[[Vector], Worth]:
         """What its plan is worth once so much is freed; planned once for each answer, which may take a while."""
-        wanted = self.settings.ctx or WANTED_CONTEXT_TOKENS
+        wanted = self.settings.ctx or WANTED_CONTEXTS[0]  # a model is unloaded for that much, not for luxury
 
         @cache
         def judged(gone: Vector) -> Worth:

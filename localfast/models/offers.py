@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from localfast.errors import DownloadFailed, ModelNotFound
-from localfast.models.catalog import CatalogEntry, ModelName, is_file_name, quant_label, shard_names
+from localfast.models.catalog import CatalogEntry, ModelName, is_file_name, is_model_file, quant_label, shard_names
 
 UNLABELLED = "GGUF"
 """The quant of a file whose name tells none."""
@@ -24,7 +24,6 @@ _PREFERENCE = (
     "IQ3_M", "Q8_0", "Q8_K_XL", "Q3_K_S", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K_L", "Q2_K", "BF16", "F16", "F32",
 )
 # fmt: on
-_NOT_A_MODEL = re.compile(r"mmproj|imatrix|-vocab|(?:^|/)mtp[-/]|(?:^|[-_.])lora(?:[-_.]|$)", re.IGNORECASE)
 _PROJECTOR = re.compile(r"mmproj.*\.gguf$", re.IGNORECASE)
 
 
@@ -191,8 +190,7 @@ def _is_first_file(path: str) -> bool:
     """Whether this is a model, or the first shard of one, under a name that can be given to a file."""
     pure = PurePosixPath(path)
     clean = is_file_name(pure.name) and not pure.is_absolute() and ".." not in pure.parts and "\\" not in path
-    is_model = pure.suffix.lower() == ".gguf" and not _NOT_A_MODEL.search(path)
-    return clean and is_model and shard_names(path)[0] == path
+    return clean and is_model_file(path) and shard_names(path)[0] == path
 
 
 def _curated(entry: CatalogEntry, first_files: Sequence[str]) -> dict[str, str]:

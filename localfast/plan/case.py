@@ -5,7 +5,7 @@ Decides nothing; remembers what it was asked, because the search asks again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from localfast.footprint import MIB, RAM, Part, Shape, footprint
@@ -23,8 +23,6 @@ from localfast.plan.wishes import Wishes, limit_bytes
 Measure = Callable[[ModelFacts, Shape, Sequence[float]], tuple[Part, ...]]
 """Signature of `footprint`: every part of a model's memory for a shape and the GPUs' shares of its layers."""
 
-_NEXT_TRY = 0.95
-"""After a failure, at most this part of what was tried."""
 _PROJECTOR_WORK_BYTES = 512 * MIB
 """Its own compute graph: 0.3 to 1.5 GB, by the size of the image."""
 
@@ -52,7 +50,6 @@ class Case:
         wishes: Wishes,
         measure: Measure,
         *,
-        avoid: Collection[Shape] = (),
         overheads: Mapping[str, int],
         residents_bytes: Sequence[int],
     ) -> None:
@@ -63,13 +60,7 @@ class Case:
         self._budgets = {partial: self._all_budgets(partial, overheads, residents_bytes) for partial in (False, True)}
         every_byte = hardware.ram_total_bytes + sum(gpu.total_bytes for gpu in self.gpus if not is_pool(gpu))
         self.model_limit_bytes = limit_bytes(wishes.model_limit, every_byte)
-        self._failed = [(shape.gpu_layers > 0, self._main_bytes(shape)) for shape in avoid]
         self._known: dict[Choice, tuple[DeviceMemory, ...]] = {}
-
-    def _main_bytes(self, shape: Shape) -> int:
-        """What a shape takes where its layers are: on the GPUs together, or in RAM."""
-        parts = self._measure(self.facts, shape, (1.0,) * len(self.gpus))
-        return sum(part.size_bytes for part in parts if (part.device != RAM) == (shape.gpu_layers > 0))
 
     def spills(self, shape: Shape) -> bool:
         """Whether a GPU is used and something of the layers stays in RAM all the same."""
@@ -106,19 +97,10 @@ class Case:
         return self.gpus_fit(choice) and self.memory(choice)[0].fits
 
     def gpus_fit(self, choice: Choice) -> bool:
-        """On the GPUs, within the model's own limit, and not like something that failed before."""
+        """On the GPUs, and within the model's own limit."""
         memory = self.memory(choice)
-        if self._like_a_failure(choice.shape, memory):
-            return False
         within = self.model_limit_bytes is None or total_bytes(memory) <= self.model_limit_bytes
         return within and all(gpu.fits for gpu in memory[1:])
-
-    def _like_a_failure(self, shape: Shape, memory: Sequence[DeviceMemory]) -> bool:
-        """Whether it takes about as much as something that failed: by how much that was too large, nobody knows."""
-        on_gpu = shape.gpu_layers > 0
-        needed = sum(gpu.needed_bytes for gpu in memory[1:]) if on_gpu else memory[0].needed_bytes
-        failed = [size for kept_on_gpu, size in self._failed if kept_on_gpu == on_gpu]
-        return bool(failed) and needed > min(failed) * _NEXT_TRY
 
     def _sum(self, choice: Choice) -> tuple[DeviceMemory, ...]:
         parts = [*self._measure(self.facts, choice.shape, choice.shares), *self._companions(choice)]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from localfast.footprint import Shape, footprint
+from localfast.footprint import footprint
 from localfast.hardware import Hardware
 from localfast.models.gguf import ModelFacts
 from localfast.plan.budgets import is_pool
@@ -25,17 +25,16 @@ def make_plan(
     wishes: Wishes | None = None,
     measure: Measure = footprint,
     *,
-    avoid: Collection[Shape] = (),
     overheads: Mapping[str, int] = _NOTHING,
     residents_bytes: Sequence[int] = (),
 ) -> Plan:
     """The best plan that fits; when none does, the smallest one, with a warning. Never raises.
 
-    `avoid`: shapes that failed before. `overheads`: what a driver was seen to take, by device name. `residents_bytes`: what our
+    `overheads`: what a driver was seen to take, by device name. `residents_bytes`: what our
     own loaded models take, in the order of a plan's memory; it counts against the user's limits.
     """
     wishes = wishes or Wishes()
-    case = Case(hardware, facts, wishes, measure, avoid=avoid, overheads=overheads, residents_bytes=residents_bytes)
+    case = Case(hardware, facts, wishes, measure, overheads=overheads, residents_bytes=residents_bytes)
     choice = choose(case)
     shape, memory = choice.shape, case.memory(choice)
     on_gpu = bool(case.gpus) and shape.gpu_layers > 0

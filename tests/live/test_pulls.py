@@ -71,14 +71,12 @@ def test_pull_tells_how_far_it_is_and_ends_with_the_model(server: LiveServer, so
 
 
 def test_pull_of_the_same_model_joins_the_one_that_runs(server: LiveServer, source: Source) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(server.client.post, URL, json={"model": "Org/Tiny", "stream": False}) for _ in range(2)]
-        assert source.begun.wait(20)
-        assert [entry["status"] for entry in server.client.get(URL).json()["pulls"]] == ["downloading"]
+    streams = [server.client.stream("POST", URL, json={"model": "org/tiny"}) for _ in range(2)]
+    with streams[0] as first, streams[1] as second:  # both were answered while it ran
+        assert [len(server.client.get(URL).json()["pulls"]), len(source.calls)] == [1, 1]
         source.go.set()
-        answers = [task.result() for task in waiting]
-    assert [answer.status_code for answer in answers] == [200, 200]
-    assert len(source.calls) <= 2  # the second may have come after the end of the first
+        ends = [json.loads(list(response.iter_lines())[-1]) for response in (first, second)]
+    assert [end["status"] for end in ends] == ["done", "done"] and source.calls == ["org/tiny"]
 
 
 def test_pull_goes_on_when_its_client_leaves(server: LiveServer, source: Source) -> None:

@@ -205,18 +205,6 @@ def test_plan_experts_go_to_the_ram_before_layers_do() -> None:
     assert weights[0][0] - weights[1][0] == pytest.approx(plan.cpu_experts * 300 * MIB * 1.005, abs=2)
 
 
-@pytest.mark.parametrize("hardware", [machine(card(8192)), machine(ram_gib=16)])
-def test_plan_what_failed_before_is_not_tried_again_nor_anything_like_it(hardware: Hardware) -> None:
-    failed: list[Shape] = []
-    main = 1 if hardware.engine_gpus else 0
-    needed_bytes = 2**62
-    for _ in range(4):
-        plan = make_plan(hardware, QWEN3_8B, avoid=failed)
-        assert plan.fits and plan.memory[main].needed_bytes <= 0.95 * needed_bytes
-        needed_bytes = plan.memory[main].needed_bytes
-        failed.append(plan.shape)
-
-
 def test_plan_measured_numbers_go_before_the_formula() -> None:
     def doubled(facts: ModelFacts, shape: Shape, shares: object) -> tuple[Part, ...]:
         return tuple(replace(part, size_bytes=2 * part.size_bytes) for part in footprint(facts, shape, shares))  # type: ignore[arg-type]
