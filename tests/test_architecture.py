@@ -109,7 +109,7 @@ engine.keeping         : engine.disk engine.llama engine.messages engine.placeme
 engine.drafting        : errors engine.llama engine.messages engine.pace engine.prefixes engine.sequence
 engine.steps           : core errors engine.crowding engine.drafting engine.generation engine.keeping engine.llama
                          engine.messages engine.pace
-                         engine.scheduler engine.sequence
+                         engine.scheduler engine.sequence engine.speculation
 engine.worker          : core errors engine.crowding engine.disk engine.drafting engine.keeping engine.llama engine.messages
                          engine.pace
                          engine.scheduler engine.states engine.steps

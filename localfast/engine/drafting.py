@@ -71,6 +71,9 @@ class Drafter:
         self._context.warm_up()
         self._followers = [_Follower() for _ in range(config.slots)]
         self._pace = Pace(config.max_stall_s / 2, 8, config.batch_tokens)
+        started_s = time.perf_counter()
+        self._context.warm_up()  # the first one was to allocate, this one is to measure
+        self._pace.observe(1, 0, time.perf_counter() - started_s)
 
     def token_s(self, sequences: int) -> float:
         """Seconds that one guess takes while so many sequences are guessed for; 0 while nothing is known."""

@@ -20,7 +20,7 @@ from localfast.core import (
 from localfast.engine.llama import Context, FloatRow, Model
 from localfast.engine.sampling import Sampler, log_probability, unscored
 from localfast.engine.sequence import Sequence
-from localfast.engine.speculation import Confidence, Speculator
+from localfast.engine.speculation import Speculator
 from localfast.engine.text import TextAssembler
 
 
@@ -38,7 +38,6 @@ class Stream:
         self._prompt_logprobs: dict[int, TokenLogprob] = {}
         self._echoed = not request.echo
         self.speculator = Speculator()
-        self.confidence = Confidence()
         self.asked_drafter = False
         """Whether the present draft comes from a draft model."""
         self.line_ended = False

@@ -22,7 +22,7 @@ LONGEST = 32
 
 CONFIDENCE_RATE = 0.05
 SHORTEST_PAUSE, LONGEST_PAUSE = 16, 512
-"""Tokens without a draft model's guesses, once they do not pay."""
+"""Steps without a draft model's guesses, once they do not pay."""
 
 
 class Speculator:
@@ -94,30 +94,36 @@ class Speculator:
 
 
 class Confidence:
-    """How far one sequence believes a draft model, whose every guess costs time. Where guesses do not pay it rests, and tries
-    again after twice as many tokens each time."""
+    """How far an engine believes its draft model, whose every guess costs time, and which must first read a sequence to guess at
+    all. Where guesses do not pay it rests, and tries one sequence again after twice as many steps each time."""
 
     def __init__(self) -> None:
         self._chance = 0.7
         self._pause = self._resting = 0
+        self.trying = False
+        """Whether the guess asked for is to find out only: one sequence is enough for that."""
 
     def worth(self, cost: float, ceiling: int) -> int:
         """How many guesses to ask for in this step; `cost` is that of making and verifying one, as `Speculator.draft` has it."""
         if self._resting or ceiling < 1:
             self._resting = max(0, self._resting - 1)
             return 0
-        if most := _worth(repeat(self._chance), cost, ceiling):
+        most = _worth(repeat(self._chance), cost, ceiling)
+        self.trying = not most
+        if most:
             self._pause = 0
-            return most
-        # The draft model has to read all that was written meanwhile, so where not even right guesses pay it is left alone.
-        hopeless = cost > 1  # exactly 1 stands for a cost that nobody has measured yet
-        self._pause = self._resting = LONGEST_PAUSE if hopeless else min(LONGEST_PAUSE, max(SHORTEST_PAUSE, 2 * self._pause))
-        return int(not hopeless)
+        elif cost > 1:  # not even right guesses would pay; exactly 1 stands for a cost that nobody has measured yet
+            self._resting = LONGEST_PAUSE
+            return 0
+        return most or 1
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Of so many guesses so many were right; those after the first wrong one tell nothing."""
         for hit in [True] * accepted + [False] * (accepted < drafted):
             self._chance += (hit - self._chance) * CONFIDENCE_RATE
+        if self.trying:
+            self._pause = self._resting = min(LONGEST_PAUSE, max(SHORTEST_PAUSE, 2 * self._pause))
+            self.trying = False
 
 
 def _worth(chances: Iterable[float], cost: float, most: int) -> int:

@@ -20,6 +20,7 @@ from localfast.engine.messages import EngineStats
 from localfast.engine.pace import Pace
 from localfast.engine.scheduler import Scheduler
 from localfast.engine.sequence import Batch, Chunk, Copy, Edit, Park, Restore, Save, Sequence, Truncate
+from localfast.engine.speculation import Confidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class StepLoop:
         self._threads = engine.threads
         self._speculation = engine.speculation
         self._drafter = engine.drafter
+        self._confidence = Confidence()
         self._put = put
         self._generations: dict[int, Generation] = {}
         self._timed: set[int] = set()  # requests with a time for their first token
@@ -253,11 +255,11 @@ class StepLoop:
         """A smaller model guesses where the text itself tells nothing."""
         plain_s = self._pace.plain_s(len(sequences)) / max(1, len(sequences))
         cost += drafter.token_s(len(sequences)) / plain_s if plain_s else 0.0
-        wanted = {}
-        for sequence in sequences:
-            most = min(ceiling, sequence.limit - len(sequence.tokens) - 1)
-            if count := self._stream(sequence).confidence.worth(cost, most):
-                wanted[sequence] = count
+        open_ended = [sequence for sequence in sequences if sequence.limit - len(sequence.tokens) > 1]
+        most = self._confidence.worth(cost, ceiling) if open_ended else 0
+        if most and self._confidence.trying:
+            open_ended = [min(open_ended, key=lambda sequence: len(sequence.tokens))]
+        wanted = {s: min(most, s.limit - len(s.tokens) - 1) for s in open_ended if most}
         for sequence in drafter.draft(wanted, self._threads.now):
             self._stream(sequence).asked_drafter = True
 
@@ -311,7 +313,7 @@ class StepLoop:
             if reason:
                 break
         if stream.asked_drafter:
-            stream.confidence.learn(max(1, len(draft)), accepted)  # a model that is not sure cost time for nothing too
+            self._confidence.learn(max(1, len(draft)), accepted)  # a model that is not sure cost time for nothing too
             stream.asked_drafter = False
         if draft:
             self._count_draft(generation, len(draft), accepted)
